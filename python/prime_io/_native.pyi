@@ -1,0 +1,219 @@
+"""The native engine. Private: `prime_io.store`, `prime_io.checkpoint` and `prime_io.lineage` are its users.
+
+Every call crosses the boundary once per batch and releases the GIL for all of its I/O. Batch calls return
+one result per item, in order: the value, or the exception that item met (an instance, not raised).
+`OSError`s carry `errno`, a message that names the operation, and `filename`. `Buffer` arguments must be
+C-contiguous; destinations writable and of exactly the stated length.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, final
+
+from typing_extensions import Buffer
+
+class CorruptPayloadError(ValueError):
+    """The bytes on disk are not those that were written: torn, short, edited, or another file's."""
+
+class _Segment(Protocol):
+    @property
+    def file(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def pos(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def checksum(self) -> str: ...
+
+@final
+class Slab:
+    """Pooled memory, exposed through the buffer protocol (bytes, writable). It goes back to its pool when
+    the last view of it dies."""
+
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class Store:
+    """A store directory, opened confined: no path from data leaves it, no symlink in it is followed."""
+
+    def __new__(
+        cls,
+        root: str,
+        *,
+        create: bool = True,
+        owner: bool = False,
+        run_id: str = "",
+        group_writable: bool = False,
+    ) -> Store:
+        """Open a store; with `create`, make `<root>/STORE` (uuid, format, run id) if there is none.
+
+        `owner=True` takes `<root>/LOCK`: BlockingIOError(EAGAIN) naming the store if another process (or
+        another Store of this one) has it. FileNotFoundError if it is not a store and `create` is false;
+        ValueError for an unknown format, or for a `run_id` that is given and differs from the stored one.
+        """
+
+    @property
+    def root(self) -> str: ...
+    @property
+    def uuid(self) -> str:
+        """32 hex digits."""
+
+    @property
+    def run_id(self) -> str: ...
+    @property
+    def owner(self) -> bool: ...
+    def close(self) -> None:
+        """Give up the lock and the directory. Later calls raise ValueError. Idempotent."""
+
+    def publish(
+        self,
+        files: Sequence[tuple[int, Sequence[tuple[str, str, tuple[int, ...], Buffer]]]],
+        *,
+        durable: bool = False,
+    ) -> list[tuple[str, list[tuple[int, str]]] | Exception]:
+        """Write each (version, [(name, dtype, full shape, bytes)]) as one payload file.
+
+        Result: (file relative to the store, [(offset from byte 0 of the file, checksum)] in input order).
+        dtypes are numpy / ml_dtypes names; `bytes` are the little-endian C-order contents.
+        """
+
+    def header(
+        self, files: Sequence[str]
+    ) -> list[tuple[int, list[tuple[str, str, tuple[int, ...], int, int, str]], dict[str, str]] | Exception]:
+        """Read and check the headers of safetensors files.
+
+        Result: (file size, [(name, dtype, full shape, offset from byte 0, bytes, checksum or "")], the
+        file's `__metadata__`). CorruptPayloadError if it is not one or its size does not fit.
+        """
+
+    def probe(
+        self, files: Sequence[str], *, needs: Sequence[int] | None = None, sizes: bool = False, method: str = "auto"
+    ) -> tuple[bytearray, bytearray, bytearray]:
+        """Which files are there: (present u8[n], size i64[n] or -1, errno i32[n]), native endian.
+
+        `needs[i]` is the least size that counts; a shorter file is not present, errno ENODATA. Missing:
+        ENOENT. Not a regular file: EINVAL. A name that is not allowed: EINVAL. Sizes are asked for if
+        `needs` or `sizes`, else -1. `method`: "auto" | "scan" | "stat".
+        """
+
+    def gather(
+        self,
+        requests: Sequence[
+            tuple[
+                Sequence[_Segment], int, int, str, tuple[int, ...], bytes | None, Buffer | None, Buffer | None
+            ]
+        ],
+        *,
+        verify: bool = False,
+    ) -> list[tuple[Slab | None, Slab | None] | Exception]:
+        """Read rows [lo, hi) of each (segments, lo, hi, dtype, row shape, fill, out, valid).
+
+        `fill` is one item of `dtype` as bytes, or None for "spread" (uncovered expert-id rows get distinct
+        ids per row: 0, 1, 2, ... along the last axis). `out` (`(hi - lo) * row bytes`) and `valid`
+        (`hi - lo`, u8) are destinations; where None, a pooled Slab is returned in its place. Later segments
+        win. Narrower unsigned integers widen; other mixes of dtypes are ValueError. Segments are checked
+        (overflow, negative, file size) before anything is allocated or read. `verify` checks the XXH3 of
+        every touched 1 MiB block of segments that carry a checksum: CorruptPayloadError. A file too short
+        for its segment: CorruptPayloadError.
+        """
+
+    def sync(self, files: Sequence[str]) -> list[OSError | None]:
+        """fdatasync each file. A failed one is never tried again: its bytes count as lost."""
+
+    def reclaim(self, files: Sequence[str]) -> list[int | Exception]:
+        """Unlink each file (owner only: PermissionError otherwise). Result: bytes freed, or -1 if it was
+        already gone."""
+
+    def link_back(
+        self, pins: str, files: Sequence[tuple[str, int, str]], *, copy: bool = False
+    ) -> list[str | Exception]:
+        """Give pinned files their names in the store again: each (file, size, checksums) of directory `pins`.
+
+        `checksums` is the comma-joined checksum of every tensor in header order, "" if not recorded.
+        Result: "present" (same inode, or same size and checksums), "linked", "copied", or "replaced"
+        (something else had the name). FileNotFoundError: no pin and nothing present;
+        CorruptPayloadError: the pin has another size or its header another content.
+        """
+
+    def scan(self) -> list[tuple[str, int, int, str]]:
+        """Everything in the version directories: (file, size, mtime in ns, kind), kind "payload", "temporary"
+        (its writer may be alive), "dead" (a temporary whose writer is gone) or "foreign" (not ours, never
+        touched)."""
+
+    def versions(self) -> list[int]:
+        """The version directories, ascending."""
+
+    def retire(self, version: int) -> int:
+        """Remove version directory v<version> with all in it (owner only); returns the number of files."""
+
+@final
+class Commit:
+    """One checkpoint component on its way to `<checkpoints>/step_<step>/<component>`.
+
+    Built in a temporary sibling; nothing is visible before `finish` returns or the machine dies in it.
+    """
+
+    def __new__(cls, checkpoints: str, step: int, component: str, *, adopt: str | None = None) -> Commit:
+        """Make the temporary directory; or adopt the existing directory `adopt` (same filesystem)."""
+
+    def pin(
+        self, store: Store, files: Sequence[tuple[str, bool]], *, copy: bool = False
+    ) -> list[tuple[int, str] | Exception]:
+        """Link (or copy) each (file, already durable) to `payloads/<file>` and make its bytes durable.
+
+        Result: (size, "link" or "copy"). Linking falls back to a copy on EXDEV, EPERM, EMLINK, ENOSYS and
+        EOPNOTSUPP; FileNotFoundError if the file is gone.
+        """
+
+    def write(self, name: str, data: Buffer) -> tuple[int, str]:
+        """Write and fsync a state file: (size, XXH3-64 as 16 hex digits)."""
+
+    def files(self) -> list[tuple[str, int, str]]:
+        """fsync and hash every file of an adopted directory: (relative path, size, XXH3-64)."""
+
+    def finish(self, manifest: Buffer) -> None:
+        """Sync directories bottom-up, write and fsync `manifest.json` last, rename, sync `step_<N>` and
+        `checkpoints`. FileExistsError if the component is there already."""
+
+    def abort(self) -> None:
+        """Remove what was made (an adopted directory stays). Idempotent; also done on drop."""
+
+@final
+class Root:
+    """A directory of the run, for small files. Names are relative, confined, dots allowed only as `.tmp-*`
+    and `.trash-*` first components."""
+
+    def __new__(cls, path: str, *, create: bool = False) -> Root: ...
+    def write(self, path: str, data: Buffer, *, durable: bool = True, exclusive: bool = False) -> None:
+        """Write a file atomically (missing parents are made): temporary, written, fsynced if `durable`, renamed,
+        parents fsynced if `durable`. `exclusive`: FileExistsError if the name is taken."""
+
+    def read(self, path: str, *, limit: int = 1 << 30) -> bytes:
+        """Read a whole regular file. ValueError if it is larger than `limit` bytes."""
+
+    def list(self, path: str = "") -> list[tuple[str, bool]]:
+        """(name, is a directory) of every entry, after revalidating the directory; [] if it is missing."""
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename durably: missing parents of `target` are made, both parents fsynced. Taken: FileExistsError."""
+
+    def remove(self, path: str) -> None:
+        """Remove a file or a whole tree without following links; missing is fine."""
+
+    def hash(self, files: Sequence[str]) -> list[tuple[int, str] | Exception]:
+        """(size, XXH3-64 as 16 hex digits) of each file."""
+
+def temporary_name() -> str:
+    """A fresh `.tmp-<bootid8>-<pid>-<starttime>-<rand>`."""
+
+def owner_is_dead(temporary: str) -> bool:
+    """Whether the writer of a temporary (or trash) of that name is provably gone; False for other hosts' boots."""
+
+def xxh3(data: Buffer) -> str:
+    """XXH3-64 as 16 hex digits."""

@@ -1,0 +1,17 @@
+//! Payload I/O for asynchronous RL post-training.
+//!
+//! ```text
+//! publish   tensors            -> v<k>/<unique>.safetensors   temporary, written, one rename
+//! probe     names              -> present / size / errno      one directory read or bounded statx
+//! gather    segments           -> the caller's memory         parallel pread, later segments win
+//! commit    state + pins       -> step_<N>/<component>/       hard links, manifest fsynced last
+//! reclaim   names nobody holds -> gone                        unlinkat, missing is fine
+//! ```
+//!
+//! Everything is written against [`fs::Fs`], whose implementations are the real filesystem and a
+//! simulated disk that can lose power. No Python outside `python/`.
+
+pub mod error;
+pub mod fs;
+
+pub use error::{Error, Result};
