@@ -131,14 +131,14 @@ class Store:
         already gone."""
 
     def link_back(
-        self, pins: str, files: Sequence[tuple[str, int, str]], *, copy: bool = False
+        self, pins: str, files: Sequence[tuple[str, int, Sequence[str]]], *, copy: bool = False
     ) -> list[str | Exception]:
         """Give pinned files their names in the store again: each (file, size, checksums) of directory `pins`.
 
-        `checksums` is the comma-joined checksum of every tensor in header order, "" if not recorded.
-        Result: "present" (same inode, or same size and checksums), "linked", "copied", or "replaced"
-        (something else had the name). FileNotFoundError: no pin and nothing present;
-        CorruptPayloadError: the pin has another size or its header another content.
+        `checksums` are segment checksums that the file's header must hold. Result: "present" (same inode, or
+        same size and checksums), "linked", "copied", or "replaced" (something else had the name). A pin that
+        has another size or whose header lacks a checksum is CorruptPayloadError and is not linked; no pin and
+        nothing right present is FileNotFoundError. Linking falls back to a copy as in `Commit.pin`.
         """
 
     def scan(self) -> list[tuple[str, int, int, str]]:
