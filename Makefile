@@ -1,0 +1,51 @@
+# Everything happens in .venv, which the first target that needs it makes.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+RUST := $(shell find rust -name '*.rs') Cargo.toml Cargo.lock
+BUILT := .venv/.built
+
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
+
+.venv/bin/maturin: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "prime-io needs Python >= 3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'maturin>=1.9,<2'
+	touch $@
+
+$(BUILT): .venv/bin/maturin $(RUST) pyproject.toml
+	VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/maturin develop --release --extras dev
+	touch $@
+
+.PHONY: help build demo test lint bench wheel clean
+
+build: $(BUILT) ## set up .venv and build the extension (release)
+
+demo: $(BUILT) ## a real asynchronous RL run that is killed in the middle and resumes
+	$(BIN)/python -m examples.async_rl $(ARGS)
+
+test: $(BUILT) ## cargo test for the core, then pytest (a short form of the demo among it)
+	cargo test --quiet
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(BUILT) ## rustfmt, clippy, ruff, mypy and stubtest
+	cargo fmt --check
+	cargo clippy --quiet --all-targets -- -D warnings
+	cargo clippy --quiet --all-targets --all-features -- -D warnings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest prime_io._native
+	@if cargo deny --version >/dev/null 2>&1; then cargo deny check licenses bans sources; \
+	else echo "cargo-deny is not installed: licenses and bans not checked"; fi
+
+bench: $(BUILT) ## benchmarks against what a user would pick instead
+	$(BIN)/python -m pytest -q benches --benchmark-enable --benchmark-json=target/bench.json $(ARGS)
+
+wheel: .venv/bin/maturin ## one abi3 wheel for CPython >= 3.11 into dist/
+	$(BIN)/maturin build --release --out dist
+
+clean: ## remove what was built
+	rm -rf .venv target dist

@@ -1,0 +1,104 @@
+"""Files between the processes of one lineage: batches, weights, acknowledgements, the word to stop.
+
+`<run>/lineages/<id>/{batches/step_<s>, weights/v<k>/, acks/step_<s>.<reader>, stop}`. Everything is published
+by one rename and carries the lineage; what another lineage publishes, however late, is never looked at. Reading
+is polling: small directories, opened afresh each time, which also makes network filesystems answer truly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from . import _native
+from .lineage import Lineage
+from .types import TrainBatch
+
+_STEP = "step_"
+
+
+class Exchange:
+    """One process's view of its lineage's directory. Methods block for one or two filesystem calls."""
+
+    def __init__(self, lineage: Lineage) -> None:
+        self.lineage = lineage
+        self._root = _native.Root(str(lineage.directory), create=True)
+
+    # -- orchestrator -----------------------------------------------------------------------------------------
+
+    def publish_batch(self, batch: TrainBatch) -> None:
+        """Publish a batch for the readers. FileExistsError if this lineage published that step before."""
+        assert batch.lineage == self.lineage.id, "a batch is published by its own lineage"
+        self._root.write(
+            f"batches/{_STEP}{batch.step}", msgspec.msgpack.encode(batch), durable=False, exclusive=True
+        )
+
+    def trained(self, readers: Iterable[str]) -> int | None:
+        """The last step that every reader has acknowledged; None before the first."""
+        last = dict.fromkeys(readers, -1)
+        for name, _ in self._root.list("acks"):
+            step, _, reader = name.removeprefix(_STEP).partition(".")
+            if step.isdecimal() and reader in last:
+                last[reader] = max(last[reader], int(step))
+        step_of_all = min(last.values())
+        return None if step_of_all < 0 else step_of_all
+
+    def say_stop(self, step: int) -> None:
+        """Tell the readers that no batch after `step` will come: they commit that step and leave."""
+        self._root.write("stop", str(step).encode(), durable=False)
+
+    def remove_weights(self, *, before: int) -> None:
+        """Remove the weights of versions below `before`."""
+        for version in self._versions():
+            if version < before:
+                self._root.remove(f"weights/v{version}")
+
+    # -- readers ----------------------------------------------------------------------------------------------
+
+    def read_batch(self, step: int) -> TrainBatch | None:
+        """Batch `step`, None if it is not there yet. ValueError if the file is not one of this lineage."""
+        path = f"batches/{_STEP}{step}"
+        try:
+            data = self._root.read(path)
+        except FileNotFoundError:
+            return None
+        batch = msgspec.msgpack.decode(data, type=TrainBatch)
+        if batch.lineage != self.lineage.id or batch.step != step:
+            raise ValueError(f"{path} holds batch {batch.step} of lineage {batch.lineage}")
+        return batch
+
+    def acknowledge(self, step: int, reader: str) -> None:
+        """Say that `reader` needs nothing of batch `step`, nor of any before it, any more."""
+        self._root.write(
+            f"acks/{_STEP}{step}.{reader}", msgspec.json.encode({"lineage": self.lineage.id}), durable=False
+        )
+
+    def stop_step(self) -> int | None:
+        """The step after which no batch will come, None while the run goes on."""
+        try:
+            return int(self._root.read("stop", limit=64))
+        except FileNotFoundError:
+            return None
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
+    def publish_weights(self, version: int, files: Mapping[str, bytes]) -> None:
+        """Publish `weights/v<version>` as a directory of these files, complete from its first moment."""
+        temporary = f"{_native.temporary_name()}"
+        for name, data in files.items():
+            self._root.write(f"{temporary}/{name}", data, durable=False)
+        self._root.rename(temporary, f"weights/v{version}")
+
+    def newest_weights(self) -> int | None:
+        """The newest version published in this lineage."""
+        return max(self._versions(), default=None)
+
+    def weights_dir(self, version: int) -> Path:
+        """Where the files of a published version are."""
+        return self.lineage.weights_dir / f"v{version}"
+
+    def _versions(self) -> list[int]:
+        names = [name for name, is_dir in self._root.list("weights") if is_dir]
+        return [int(name[1:]) for name in names if name[:1] == "v" and name[1:].isdecimal()]

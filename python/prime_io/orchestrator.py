@@ -1,0 +1,303 @@
+"""`Orchestrator`: the reference loop around source, dispatcher, sink and checkpoints. It owns the store.
+
+Three coroutines share one event loop: results are consumed as they come, batches ship when they may, and the
+exchange directory is watched for new weights and acknowledgements. A cut is made in the instant a batch is
+taken, with no await between; its save runs beside everything else, and only releases wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from .checkpoint import CheckpointManager, Snapshot
+from .dispatcher import Dispatcher
+from .exchange import Exchange
+from .resume import pin_set
+from .restore import RestoreReport
+from .sink import TrainSink
+from .source import TrainSource
+from .state import decode_state, encode_state
+from .store import PayloadStore, SweepReport
+from .types import Episode, Policy, Progress
+
+log = logging.getLogger("prime_io.orchestrator")
+
+OnEvent = Callable[[str, Mapping[str, Any]], None]
+
+
+class Stateful(Protocol):
+    """User state that travels in the checkpoint (an algorithm, a curriculum): msgpack types and ndarrays."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this instant."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from it."""
+        ...
+
+
+class Orchestrator:
+    """Runs batches up to `max_steps`, with a checkpoint every `checkpoint_every` steps and at the last.
+
+    Batch s ships only when policy version s - 1 - `max_lead` or newer is published. No new group is opened
+    while the next batch waits for that and the queue can fill it, nor while live payload files exceed
+    `max_payload_bytes` and the queue can fill the next batch. `readers`: who acknowledges batches.
+    `on_event(name, facts)` is told of cuts, saves, shipped and trained batches, restores and sweeps.
+    """
+
+    def __init__(
+        self,
+        *,
+        exchange: Exchange,
+        store: PayloadStore,
+        source: TrainSource,
+        dispatcher: Dispatcher,
+        sink: TrainSink,
+        manager: CheckpointManager,
+        progress: Progress,
+        policy: Policy,
+        max_steps: int,
+        checkpoint_every: int,
+        max_lead: int = 1,
+        max_payload_bytes: int | None = None,
+        readers: Sequence[str] = ("trainer",),
+        algorithm: Stateful | None = None,
+        on_event: OnEvent = lambda name, facts: None,
+        poll_s: float = 0.02,
+    ) -> None:
+        self.sink = sink
+        self.dispatcher = dispatcher
+        self._exchange = exchange
+        self._store = store
+        self._source = source
+        self._manager = manager
+        self._progress = progress
+        self._policy = policy
+        self._max_steps = max_steps
+        self._checkpoint_every = checkpoint_every
+        self._max_lead = max_lead
+        self._max_payload_bytes = max_payload_bytes
+        self._readers = tuple(readers)
+        self._algorithm = algorithm
+        self._on_event = on_event
+        self._poll_s = poll_s
+        self._trained = progress.step - 1
+        self._saves: set[asyncio.Task[None]] = set()
+        self._last_cut = 0
+        self._stopping = False
+        self._wake = asyncio.Event()
+        dispatcher.may_open = self._may_open
+        sink.on_result = source.on_result
+        sink.on_consumed = dispatcher.forget_consumed_group
+
+    # -- checkpoint -------------------------------------------------------------------------------------------
+
+    def snapshot_state(self) -> Snapshot:
+        """The cut: everything of one instant; no await, no I/O."""
+        parts = {
+            "progress": msgspec.msgpack.encode(self._progress),
+            "source": encode_state(self._source.state_dict()),
+            "sink": msgspec.msgpack.encode(self.sink.state_dict(self.dispatcher.open_train_groups())),
+        }
+        if self._algorithm is not None:
+            parts["algorithm"] = encode_state(self._algorithm.state_dict())
+        work = list(self.sink.work())
+        spills = [segment for item in work for segment in item.spills()]
+        spilled = {segment.file for segment in spills}
+        payload = [segment for item in work for segment in item.segments() if segment.file not in spilled]
+        return Snapshot(step=self._progress.step - 1, state=parts, segments=payload, spills=spills)
+
+    def _cut(self) -> None:
+        """Take a snapshot and start its save; the files it names are held until that is over."""
+        snapshot = self.snapshot_state()
+        held = self.sink.ledger.hold([*snapshot.segments, *snapshot.spills])
+        self._last_cut = snapshot.step
+        self._on_event(
+            "cut",
+            {
+                "step": snapshot.step,
+                "queued": self.sink.queued_trace_ids(),
+                "groups": {g: [len(o.members), o.target] for g, o in self.sink.open_groups.items()},
+                "emitted": self.dispatcher.emitted,
+                "inflight": self.dispatcher.inflight,
+                "drawn": self._source.drawn,
+                "traces": {
+                    q.trace_id: sorted(pin_set([q])) for q in self.sink.work() if hasattr(q, "trace_id")
+                },
+            },
+        )
+        task = asyncio.ensure_future(self._save(snapshot, held))
+        self._saves.add(task)
+        task.add_done_callback(self._saves.discard)
+
+    async def _save(self, snapshot: Snapshot, held: Sequence[str]) -> None:
+        try:
+            report = await self._manager.save(snapshot, store=self._store)
+        finally:
+            self.sink.release(held)
+        self._on_event("saved", {"step": snapshot.step, "committed": report is not None})
+        await asyncio.to_thread(self._manager.apply_retention)
+
+    async def restore(self, step: int) -> RestoreReport:
+        """Go on from complete step `step`: state, then payload files, then a sweep of what nobody needs.
+
+        Before `run`, in a fresh process, after `prepare_resume(run, step)`.
+        """
+        parts, pins = await asyncio.to_thread(self._manager.load, step, store=self._store)
+        for part in ("progress", "source", "sink"):
+            if part not in parts:
+                raise ValueError(f"checkpoint {step} has no {part!r} state: it was written by something else")
+        saved = msgspec.msgpack.decode(parts["progress"], type=Progress)
+        for name, value in msgspec.structs.asdict(saved).items():
+            setattr(self._progress, name, value)
+        self._policy.version = self._trained = self._last_cut = step
+        self._source.load_state_dict(decode_state(parts["source"]))
+        if self._algorithm is not None:
+            self._algorithm.load_state_dict(decode_state(parts["algorithm"]))
+        report, requests = await self.sink.load_state_dict(msgspec.msgpack.decode(parts["sink"]), pins=pins)
+        self._source.resumed.extend(requests)
+        self._on_event(
+            "restored",
+            {
+                "step": step,
+                "report": msgspec.structs.asdict(report),
+                "dropped": self.sink.dropped_at_restore,
+                "queued": self.sink.queued_trace_ids(),
+                "requests": {r.group_id: r.rollouts for r in requests},
+            },
+        )
+        await self.sweep()
+        return report
+
+    async def sweep(self) -> SweepReport:
+        """Reclaim every file nobody needs. Only while nobody writes: after a restore, or when workers have left."""
+        await self.sink.drain()
+        report = await asyncio.to_thread(self._store.sweep, roots=self._roots, before=None)
+        self._on_event("swept", {"reclaimed": len(report.reclaimed), "kept": report.kept})
+        return report
+
+    def _roots(self) -> set[str]:
+        """What a sweep must spare: files somebody holds, and files a checkpoint names but has not pinned."""
+        return self.sink.ledger.files() | self._manager.unpinned_files()
+
+    def oldest_live_version(self) -> int:
+        """No file below `v<this>` is needed, or will be: queue, groups, untrained batches, all in flight."""
+        known = (
+            self._policy.version,
+            self.sink.oldest_live_payload_version(),
+            self.dispatcher.oldest_version(),
+        )
+        return min(version for version in known if version is not None)
+
+    # -- the loop ---------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Finish in order: ship nothing more, save this point, tell the readers. For SIGTERM; returns at once."""
+        self._stopping = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Run to `max_steps` or until `stop`; returns when the last shipped batch is trained and saved.
+
+        Workers may still be writing then: stop them, and call `finish`.
+        """
+        tasks = [asyncio.ensure_future(work()) for work in (self._watch, self._consume, self._ship)]
+        consume = tasks[1]
+        try:
+            while not tasks[2].done():
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            consume.cancel()
+            await self._last_save()
+            while self._trained < self._progress.step - 1:
+                self._wake.clear()
+                waiting = asyncio.ensure_future(self._wake.wait())
+                await asyncio.wait([tasks[0], waiting], return_when=asyncio.FIRST_COMPLETED)
+                if tasks[0].done():
+                    tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def finish(self) -> SweepReport:
+        """After the workers have left: give up what is not trained (a checkpoint holds it) and sweep."""
+        await self.dispatcher.close()
+        await self.sink.discard_all()
+        return await self.sweep()
+
+    async def _last_save(self) -> None:
+        """Save the last step unless its cut was made, and tell the readers that it is the last."""
+        step = self._progress.step - 1
+        if step > self._last_cut:
+            self._cut()
+        await asyncio.gather(*self._saves)
+        await asyncio.to_thread(self._exchange.say_stop, step)
+
+    async def _consume(self) -> None:
+        while True:
+            result = await self.dispatcher.next_result()
+            if isinstance(result, Episode):
+                await self.sink.add(result)
+            else:
+                await self.sink.cancel(result)
+            while self.sink.requests:
+                self._source.resumed.append(self.sink.requests.popleft())
+            self.dispatcher.pump()
+            self._wake.set()
+
+    async def _ship(self) -> None:
+        while self._progress.step <= self._max_steps and not self._stopping:
+            if not self._in_lead() or not self.sink.ready():
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            batch = self.sink.take_batch()
+            assert batch is not None, "ready() said so, and nothing was awaited since"
+            last = batch.step == self._max_steps
+            batch = msgspec.structs.replace(
+                batch, checkpoint=last or batch.step % self._checkpoint_every == 0
+            )
+            if batch.checkpoint:
+                self._cut()
+            self._on_event("shipped", {"step": batch.step, "traces": [t.trace_id for t in batch.traces]})
+            await asyncio.to_thread(self._exchange.publish_batch, batch)
+            self.dispatcher.pump()
+
+    async def _watch(self) -> None:
+        published: int | None = None
+        while True:
+            newest, trained = await asyncio.to_thread(self._look)
+            if newest is not None and newest != published:
+                self.dispatcher.on_version_pending(newest)
+                published = self._policy.version = newest
+                self.dispatcher.pump()
+                self._wake.set()
+                await asyncio.to_thread(self._exchange.remove_weights, before=newest - 1)
+            if trained is not None and trained > self._trained:
+                self._trained = trained
+                self.sink.trained(trained)
+                self._on_event("trained", {"step": trained})
+                self._wake.set()
+                await asyncio.to_thread(self._manager.apply_retention)
+            await asyncio.sleep(self._poll_s)
+
+    def _look(self) -> tuple[int | None, int | None]:
+        return self._exchange.newest_weights(), self._exchange.trained(self._readers)
+
+    def _in_lead(self) -> bool:
+        return self._policy.version >= self._progress.step - 1 - self._max_lead
+
+    def _may_open(self) -> bool:
+        if self._stopping or self._progress.step > self._max_steps:
+            return False
+        limit = self._max_payload_bytes
+        crowded = not self._in_lead() or (limit is not None and self.sink.ledger.bytes > limit)
+        return not (crowded and self.sink.ready())

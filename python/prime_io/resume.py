@@ -1,0 +1,193 @@
+"""What a resume keeps, holds and asks for again. Usable alone, by a framework with its own sink.
+
+`survivors` filters restored work by what the store still has, `Ledger` counts who needs which file,
+`missing_rollouts` and `pin_set` answer for one group and one snapshot. No file is deleted here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from .segment import FieldSpec, PayloadSegment, byte_range
+from .store import PayloadStore
+from .types import OpenGroup
+
+T = TypeVar("T")
+
+LOST = ("missing", "short", "corrupt")
+
+
+class HasSegments(Protocol):
+    """Anything that names segments: a queued trace, a stored episode."""
+
+    def segments(self) -> Iterable[PayloadSegment]:
+        """Its segments."""
+        ...
+
+
+S = TypeVar("S", bound=HasSegments)
+
+
+def survivors(
+    items: Sequence[S],
+    *,
+    store: PayloadStore,
+    fields: Mapping[str, FieldSpec] | None = None,
+    without: Callable[[S, frozenset[PayloadSegment]], S] | None = None,
+) -> tuple[list[S], Counter[str]]:
+    """The items whose required segments can be read, in order, and a count of what became of the others.
+
+    All files are probed in one batch and the headers of those present checked in another; no payload byte is
+    read and the GIL is released. The report counts, per dropped item, one of "missing" (a file is gone),
+    "short" (it ends before a segment) or "corrupt" (its header is not the one the segment was made from), and
+    per item that lost only fields whose `FieldSpec.required` is false, "optional": such an item is replaced by
+    `without(item, lost segments)`. Fields not in `fields` are required. An error that is not an answer (EACCES,
+    EIO, ESTALE, ...) is raised: nothing may be dropped because of it.
+    """
+    verdicts = _judge({segment for item in items for segment in item.segments()}, store)
+    kept: list[S] = []
+    report: Counter[str] = Counter()
+    for item in items:
+        lost = [(verdicts[segment], segment) for segment in item.segments() if verdicts[segment]]
+        fatal = [verdict for verdict, segment in lost if _required(segment.field, fields)]
+        if fatal:
+            report[min(fatal, key=LOST.index)] += 1
+        elif lost and without is not None:
+            report["optional"] += 1
+            kept.append(without(item, frozenset(segment for _, segment in lost)))
+        else:
+            kept.append(item)
+    return kept, report
+
+
+def missing_rollouts(group: OpenGroup) -> int:
+    """How many rollouts a resume has to ask for again; errored and cancelled ones count as delivered."""
+    return max(0, group.target - len(group.members) - group.cancelled)
+
+
+def pin_set(items: Iterable[HasSegments]) -> dict[str, list[PayloadSegment]]:
+    """The distinct files of a snapshot, each with the segments that name it."""
+    files: dict[str, list[PayloadSegment]] = {}
+    for item in items:
+        for segment in item.segments():
+            files.setdefault(segment.file, []).append(segment)
+    return files
+
+
+class Ledger:
+    """Who needs which payload file: a count of holders per file, on the event loop's thread only.
+
+    `bytes` is the size of all held files together, as far as their segments tell.
+
+    Work holds its files while it waits, a snapshot holds them while it is written, a shipped batch until
+    it was trained. A file whose last holder let go waits in the ledger until `take_free`.
+    """
+
+    def __init__(self) -> None:
+        self._holders: Counter[str] = Counter()
+        self._versions: Counter[int] = Counter()
+        self._sizes: dict[str, int] = {}
+        self._shipped: dict[int, tuple[str, ...]] = {}
+        self._free: set[str] = set()
+        self.bytes = 0
+
+    def __contains__(self, file: str) -> bool:
+        return file in self._holders
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def files(self) -> set[str]:
+        """Every file somebody holds: the roots of a sweep."""
+        return set(self._holders)
+
+    def hold(self, segments: Iterable[PayloadSegment]) -> tuple[str, ...]:
+        """One more holder for each distinct file; returns them, to be given to `release` once."""
+        sizes: dict[str, int] = {}
+        for segment in segments:
+            sizes[segment.file] = max(byte_range(segment)[1], sizes.get(segment.file, 0))
+        for file, size in sizes.items():
+            if not self._holders[file]:
+                self._versions[version_of(file)] += 1
+                self._sizes[file] = 0
+            self._holders[file] += 1
+            if size > self._sizes[file]:
+                self.bytes += size - self._sizes[file]
+                self._sizes[file] = size
+            self._free.discard(file)
+        return tuple(sizes)
+
+    def release(self, files: Iterable[str]) -> None:
+        """One holder less for each file."""
+        for file in files:
+            left = self._holders[file] - 1
+            assert left >= 0, f"{file} released more often than held"
+            if left:
+                self._holders[file] = left
+                continue
+            del self._holders[file]
+            self.bytes -= self._sizes.pop(file)
+            self._free.add(file)
+            version = version_of(file)
+            self._versions[version] -= 1
+            if not self._versions[version]:
+                del self._versions[version]
+
+    def discard(self, segments: Iterable[PayloadSegment]) -> None:
+        """Files that came with work nobody takes: free at once, unless somebody holds them."""
+        self.release(self.hold(segments))
+
+    def ship(self, step: int, held: Iterable[str]) -> None:
+        """Holds that pass to batch `step`, until `trained`."""
+        self._shipped[step] = self._shipped.get(step, ()) + tuple(held)
+
+    def trained(self, step: int) -> None:
+        """Batches up to `step` were read and trained; cumulative, repeating it is harmless."""
+        for shipped in [s for s in self._shipped if s <= step]:
+            self.release(self._shipped.pop(shipped))
+
+    @property
+    def untrained_steps(self) -> list[int]:
+        """The steps shipped and not yet trained."""
+        return sorted(self._shipped)
+
+    def take_free(self) -> list[str]:
+        """The files nobody holds any more; the caller reclaims them."""
+        free, self._free = sorted(self._free), set()
+        return free
+
+    def oldest_version(self) -> int | None:
+        """The least k over the `v<k>` of held files."""
+        return min(self._versions, default=None)
+
+
+def version_of(file: str) -> int:
+    """The k of `v<k>/<name>`. ValueError for any other path."""
+    head = file.partition("/")[0]
+    if head[:1] == "v" and head[1:].isdecimal():
+        return int(head[1:])
+    raise ValueError(f"payload file {file!r} is not in a version directory (v<k>/<name>)")
+
+
+def _required(field: str, fields: Mapping[str, FieldSpec] | None) -> bool:
+    spec = (fields or {}).get(field)
+    return True if spec is None else spec.required
+
+
+def _judge(segments: set[PayloadSegment], store: PayloadStore) -> dict[PayloadSegment, str]:
+    """What is wrong with each segment: "" or one of LOST."""
+    ordered = list(segments)
+    probe = store.probe(ordered)
+    probe.raise_errors(ordered)
+    verdicts = {
+        segment: "" if present else ("short" if size >= 0 else "missing")
+        for segment, present, size in zip(ordered, probe.present, probe.size, strict=True)
+    }
+    checked = sorted({s.file for s, verdict in verdicts.items() if not verdict and s.checksum})
+    checksums = dict(zip(checked, store.checksums(checked), strict=True))
+    for segment, verdict in verdicts.items():
+        if not verdict and segment.checksum and segment.checksum not in checksums[segment.file]:
+            verdicts[segment] = "corrupt"
+    return verdicts

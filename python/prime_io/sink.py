@@ -1,0 +1,596 @@
+"""`TrainSink`: from finished episodes to batches, and the owner of every payload file on the way.
+
+One event loop's thread uses it. I/O runs in worker threads (native calls that release the GIL); state changes
+only between awaits, so that `state_dict` is always one instant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import inspect
+import logging
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from . import columns, restore
+from .resume import Ledger, missing_rollouts
+from .scoring import ScoreEpisode, ScoreGroup, grpo
+from .segment import FieldSpec, PayloadSegment, clip
+from .store import PayloadStore
+from .types import (
+    Episode,
+    GroupCancellation,
+    OpenGroup,
+    Policy,
+    Progress,
+    QueuedTrace,
+    Sample,
+    ScoredGroup,
+    StoredEpisode,
+    StoredTrace,
+    TaskRequest,
+    Trace,
+    TrainBatch,
+    is_stale,
+)
+
+log = logging.getLogger("prime_io.sink")
+
+T = TypeVar("T")
+
+
+class TrainSink:
+    """Collects episodes into groups, scores full groups, queues their traces and cuts batches, oldest first.
+
+    `group_size`: members of a group, for all environments or by name. Exactly one of `batch_size` (traces) and
+    `token_batch_size` (tokens). `seq_len`: longer samples are cut to it. `fields`: what is known of the payload
+    fields (default: token-aligned and required). `score_episode(episode)` may set rewards before an episode is
+    stored; `score_group(traces)` returns advantages; both may be coroutines. `admit(episode)` refuses an episode
+    by returning False. Two callbacks tie it to a loop: `on_result(group)` once per scored group, and
+    `on_consumed(group id)` once the sink holds nothing open of a group; rollouts that have to be asked for again
+    are appended to `requests`.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: PayloadStore,
+        progress: Progress,
+        policy: Policy,
+        group_size: int | Mapping[str, int],
+        max_off_policy_steps: int,
+        batch_size: int | None = None,
+        token_batch_size: int | None = None,
+        seq_len: int | None = None,
+        fields: Mapping[str, FieldSpec] | None = None,
+        score_episode: ScoreEpisode | None = None,
+        score_group: ScoreGroup = grpo,
+        admit: Callable[[Episode], bool] | None = None,
+        filter_zero_advantages: bool = True,
+        lineage: str = "",
+        on_result: Callable[[ScoredGroup], object] | None = None,
+        on_consumed: Callable[[str], object] | None = None,
+    ) -> None:
+        if (batch_size is None) == (token_batch_size is None):
+            raise ValueError("TrainSink needs exactly one of batch_size and token_batch_size")
+        if not store.owner:
+            raise ValueError(f"TrainSink needs the owner's store; open {store.root} with owner=True")
+        self.store = store
+        self.progress = progress
+        self.policy = policy
+        self.ledger = Ledger()
+        self.counters: Counter[str] = Counter()
+        self.requests: deque[TaskRequest] = deque()
+        self.dropped_at_restore: dict[str, list[str]] = {}
+        self.fields = dict(fields or {})
+        self._group_size = group_size
+        self._batch_size = batch_size
+        self._token_batch_size = token_batch_size
+        self._max_off_policy_steps = max_off_policy_steps
+        self._seq_len = seq_len
+        self._score_episode = score_episode
+        self._score_group = score_group
+        self._admit = admit
+        self._filter_zero_advantages = filter_zero_advantages
+        self._lineage = lineage
+        self.on_result = on_result
+        self.on_consumed = on_consumed
+        self._groups: dict[str, _Group] = {}
+        self._queue: list[_Queued] = []
+        self._queued_tokens = 0
+        self._arrival = 0
+        self._fresh_for: int | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+
+    # -- in ---------------------------------------------------------------------------------------------------
+
+    async def add(self, episode: Episode) -> None:
+        """Take a finished episode: spill its arrays, and score its group if it was the last member.
+
+        ValueError, with nothing taken and its files reclaimed, if it is of another lineage, of a policy newer
+        than any published, or more than its group waits for.
+        """
+        self._raise_failure()
+        payload = [segment for t in episode.traces for sample in t.samples for segment in sample.payload]
+        refusal = self._refusal(episode)
+        if refusal:
+            self.counters["refused"] += 1
+            self.discard(payload)
+            raise ValueError(f"episode {episode.id}: {refusal}")
+        if episode.kind == "eval":
+            self.counters["eval"] += 1
+            self.discard(payload)
+            return
+        group = self._group(episode.group_id, episode.env_name, episode.task, episode.dispatch_version)
+        group.pending += 1
+        held = self.ledger.hold(payload)
+        try:
+            member = await self._store_episode(episode, group)
+        finally:
+            group.pending -= 1
+            # What is kept of the episode was held by `append`; what was cut away or failed is free now.
+            self.ledger.release(held)
+        self._reclaim()
+        if member is not None and group.complete:
+            await self._score(episode.group_id, group)
+
+    async def cancel(self, cancellation: GroupCancellation) -> None:
+        """Rollouts of a group that will never come; the rest of the group is scored if it is complete by that."""
+        self._raise_failure()
+        self.counters[f"cancelled_{cancellation.reason}"] += cancellation.count
+        group = self._groups.get(cancellation.group_id)
+        if group is None:
+            group = self._group(cancellation.group_id, cancellation.env_name, None, None)
+        group.open.cancelled += cancellation.count
+        if group.complete:
+            await self._score(cancellation.group_id, group)
+
+    def _refusal(self, episode: Episode) -> str:
+        if episode.lineage != self._lineage:
+            return f"it is of lineage {episode.lineage!r}, this run is {self._lineage!r}"
+        if episode.policy is not None and episode.policy.end > self.policy.version:
+            return f"its policy version {episode.policy.end} is above the current {self.policy.version}"
+        group = self._groups.get(episode.group_id)
+        if episode.kind == "train" and group is not None and group.missing < 1:
+            return f"group {episode.group_id} already has its {group.open.target} members"
+        return ""
+
+    def _group(self, group_id: str, env_name: str, task: Any, dispatch_version: int | None) -> _Group:
+        group = self._groups.get(group_id)
+        if group is None:
+            size = self._group_size
+            target = size if isinstance(size, int) else size[env_name]
+            group = _Group(OpenGroup(env_name, task, self.progress.step, target, requested=target))
+            self._groups[group_id] = group
+        if group.open.dispatch_version is None:
+            group.open.dispatch_version = dispatch_version
+        return group
+
+    async def _store_episode(self, episode: Episode, group: _Group) -> StoredEpisode | None:
+        """Judge, score, cut and spill one episode and make it a member; None if it has to be asked for again."""
+        if episode.ok and self._admit is not None and not self._admit(episode):
+            self.counters["rejected"] += 1
+            episode = _without_traces(episode, "rejected")
+        if episode.ok and self._score_episode is not None:
+            await _maybe_await(self._score_episode(episode))
+        if not episode.ok:
+            self.counters["errored"] += 1
+            episode = _without_traces(episode, episode.error or "errored")
+        else:
+            self._cut_to_seq_len(episode)
+        try:
+            stored = await asyncio.to_thread(columns.spill, episode, store=self.store)
+        except ValueError as error:
+            # A malformed episode will not get better by asking again: it counts as delivered.
+            log.error("episode %s is not what a worker may return: %s", episode.id, error)
+            self.counters["malformed"] += 1
+            stored = columns.spill(_without_traces(episode, str(error)), store=self.store)
+        except OSError as error:
+            # The member is asked for again, under the same group.
+            log.warning("spilling episode %s failed and its rollout is asked for again: %s", episode.id, error)
+            self.counters["spill_failed"] += 1
+            self.requests.append(self._ask_again(episode.group_id, group, 1))
+            return None
+        self._append(group, stored)
+        return stored
+
+    def _append(self, group: _Group, stored: StoredEpisode) -> None:
+        held = self.ledger.hold(stored.segments())
+        group.open.members.append(stored)
+        group.members.append((stored, msgspec.Raw(_encoder.encode(stored)), held))
+
+    def _ask_again(self, group_id: str, group: _Group, rollouts: int) -> TaskRequest:
+        g = group.open
+        first = g.requested
+        g.requested += rollouts
+        return TaskRequest(g.env_name, g.task, g.step, rollouts, group_id, first)
+
+    def _cut_to_seq_len(self, episode: Episode) -> None:
+        """Cut samples to `seq_len`; a trace that has no trained token left is dropped."""
+        kept = []
+        for trace in episode.traces:
+            samples = [self._cut(sample) for sample in trace.samples]
+            trained = [sample for sample in samples if sample.mask.any()]
+            if trained:
+                trace.samples = trained
+                kept.append(trace)
+            else:
+                self.counters["truncated_away"] += 1
+        episode.traces = kept
+
+    def _cut(self, sample: Sample) -> Sample:
+        n, limit = len(sample.token_ids), self._seq_len
+        if limit is None or n <= limit:
+            return sample
+        self.counters["truncated"] += 1
+        advantages = sample.advantages
+        return Sample(
+            token_ids=sample.token_ids[:limit],
+            mask=sample.mask[:limit],
+            logprobs=sample.logprobs[:limit],
+            payload=clip(sample.payload, 0, limit, fields=self.fields),
+            columns={name: column[:limit] for name, column in sample.columns.items()},
+            scalars=sample.scalars,
+            advantages=advantages[:limit] if isinstance(advantages, np.ndarray) else advantages,
+        )
+
+    # -- scoring ----------------------------------------------------------------------------------------------
+
+    async def _score(self, group_id: str, group: _Group) -> None:
+        """Score a complete group. Computes first; then, without an await: result, queue, forget."""
+        if group.scoring:
+            return
+        group.scoring = True
+        g = group.open
+        members = g.members[: g.target]
+        self.counters["owed"] += g.target
+        fresh = [m for m in members if not self._stale(m)]
+        self.counters["stale_members"] += len(members) - len(fresh)
+        traces = [(m, t) for m in fresh for t in m.traces if t.ok and t.reward is not None]
+        scored: list[StoredTrace] = []
+        if traces:
+            try:
+                scored = await self._advantages(group_id, [t for _, t in traces], g.dispatch_version or 0)
+            except BaseException:
+                group.scoring = False
+                raise
+        rewards = [float(t.reward) for t in scored if t.reward is not None]
+        if scored:
+            self.counters["groups_scored"] += 1
+            if self.on_result is not None:
+                self.on_result(ScoredGroup(group_id, g.env_name, g.task, g.step, rewards))
+        else:
+            self.counters["groups_empty"] += 1
+        queued: list[str] = []
+        for (member, _), trace in zip(traces, scored, strict=True):
+            queued += self._enqueue(member, trace)
+        self._forget(group_id, group)
+        self._reclaim()
+        if queued:
+            self._spawn(self._sync(queued))
+
+    async def _advantages(
+        self, group_id: str, traces: Sequence[StoredTrace], version: int
+    ) -> list[StoredTrace]:
+        if getattr(self._score_group, "rewards_only", False):
+            given = [Trace(t.id, t.reward, []) for t in traces]
+        else:
+            given = await asyncio.to_thread(columns.load_traces, traces, store=self.store)
+        advantages = await _maybe_await(self._score_group(given))
+        if len(advantages) != len(traces):
+            raise ValueError(
+                f"score_group gave {len(advantages)} advantages for the {len(traces)} traces of {group_id}"
+            )
+        if all(isinstance(a, int | float) for a in advantages):
+            return columns.with_advantages(traces, advantages, version=version, store=self.store)
+        return await asyncio.to_thread(
+            columns.with_advantages, traces, advantages, version=version, store=self.store
+        )
+
+    def _enqueue(self, member: StoredEpisode, trace: StoredTrace) -> Iterable[str]:
+        if self._filter_zero_advantages and all(s.advantage == 0.0 for s in trace.samples):
+            self.counters["zero_advantage"] += 1
+            self.ledger.discard(segment for sample in trace.samples for segment in sample.segments())
+            return ()
+        queued = QueuedTrace(
+            trace_id=trace.id,
+            episode_id=member.id,
+            env_name=member.env_name,
+            group_id=member.group_id,
+            policy=member.policy,
+            dispatch_version=member.dispatch_version,
+            arrival=self._arrival,
+            n_tokens=sum(s.n_tokens for s in trace.samples),
+            reward=trace.reward,
+            samples=trace.samples,
+        )
+        self._arrival += 1
+        return self._push(queued)
+
+    def _push(self, trace: QueuedTrace) -> tuple[str, ...]:
+        held = self.ledger.hold(trace.segments())
+        heapq.heappush(self._queue, _Queued(trace, msgspec.Raw(_encoder.encode(trace)), held))
+        self._queued_tokens += trace.n_tokens
+        if self._stale(trace):
+            self._fresh_for = None
+        return held
+
+    def _forget(self, group_id: str, group: _Group) -> None:
+        del self._groups[group_id]
+        for _, _, held in group.members:
+            self.ledger.release(held)
+        if self.on_consumed is not None:
+            self.on_consumed(group_id)
+
+    def _stale(self, work: StoredEpisode | QueuedTrace) -> bool:
+        return is_stale(
+            work.policy, step=self.progress.step, max_off_policy_steps=self._max_off_policy_steps
+        )
+
+    # -- out --------------------------------------------------------------------------------------------------
+
+    @property
+    def queued(self) -> int:
+        """Traces waiting for a batch."""
+        return len(self._queue)
+
+    @property
+    def open_groups(self) -> dict[str, OpenGroup]:
+        """The groups that have members or restored work here."""
+        return {group_id: group.open for group_id, group in self._groups.items()}
+
+    def queued_trace_ids(self) -> list[str]:
+        """The ids of the queue, in batch order."""
+        return [q.trace.trace_id for q in sorted(self._queue)]
+
+    def ready(self) -> bool:
+        """Whether the queue, without what is stale for the next batch, can fill a batch."""
+        self._drop_stale()
+        if self._batch_size is not None:
+            return len(self._queue) >= self._batch_size
+        assert self._token_batch_size is not None
+        return self._queued_tokens >= self._token_batch_size
+
+    def take_batch(self) -> TrainBatch | None:
+        """Cut the next batch, oldest version first, and advance `progress`; None if it cannot be filled."""
+        if not self.ready():
+            return None
+        step, taken, tokens = self.progress.step, list[_Queued](), 0
+        while self._queue and not self._full(len(taken), tokens):
+            taken.append(self._pop())
+            tokens += taken[-1].trace.n_tokens
+        for queued in taken:
+            self.ledger.ship(step, queued.held)
+        traces = [queued.trace for queued in taken]
+        files = sorted({file for queued in taken for file in queued.held})
+        self.progress.step += 1
+        self.progress.total_tokens += tokens
+        self.progress.total_samples += sum(len(trace.samples) for trace in traces)
+        self.progress.total_problems += len({trace.group_id for trace in traces})
+        self.counters["shipped"] += len(traces)
+        return TrainBatch(step, self._lineage, traces, files)
+
+    def _full(self, traces: int, tokens: int) -> bool:
+        if self._batch_size is not None:
+            return traces >= self._batch_size
+        assert self._token_batch_size is not None
+        return tokens >= self._token_batch_size
+
+    def _pop(self) -> _Queued:
+        queued = heapq.heappop(self._queue)
+        self._queued_tokens -= queued.trace.n_tokens
+        return queued
+
+    def _drop_stale(self) -> None:
+        """Stale traces leave the queue; looked for once a step, since nothing else makes them stale."""
+        if self._fresh_for == self.progress.step:
+            return
+        self._fresh_for = self.progress.step
+        stale = [queued for queued in self._queue if self._stale(queued.trace)]
+        if not stale:
+            return
+        self._queue = [queued for queued in self._queue if not self._stale(queued.trace)]
+        heapq.heapify(self._queue)
+        for queued in stale:
+            self._queued_tokens -= queued.trace.n_tokens
+            self.ledger.release(queued.held)
+        self.counters["stale_queued"] += len(stale)
+        self._reclaim()
+
+    def trained(self, step: int) -> None:
+        """Every reader acknowledged batch `step` (and all before it): their files are released."""
+        self.ledger.trained(step)
+        self._reclaim()
+
+    def oldest_live_payload_version(self) -> int | None:
+        """The least `v<k>` that queue, groups, open snapshots or untrained batches still name."""
+        return self.ledger.oldest_version()
+
+    # -- files ------------------------------------------------------------------------------------------------
+
+    def discard(self, segments: Iterable[PayloadSegment]) -> None:
+        """Reclaim the files of work that nobody takes (a late result), unless somebody holds them."""
+        self.ledger.discard(segments)
+        self._reclaim()
+
+    def release(self, held: Iterable[str]) -> None:
+        """Give back what `ledger.hold` returned (a snapshot's hold) and reclaim what nobody needs now."""
+        self.ledger.release(held)
+        self._reclaim()
+
+    def _reclaim(self) -> None:
+        free = self.ledger.take_free()
+        if free:
+            self._spawn(self._unlink(free))
+
+    async def _unlink(self, files: Sequence[str]) -> None:
+        for file, result in zip(
+            files, await asyncio.to_thread(self.store.reclaim, files), strict=True
+        ):
+            if isinstance(result, Exception):
+                self.counters["reclaim_failed"] += 1
+                log.warning("reclaiming %s failed; a later sweep takes it: %s", file, result)
+            elif result >= 0:
+                self.counters["reclaimed"] += 1
+
+    async def _sync(self, files: Sequence[str]) -> None:
+        """Make files of queued traces durable in the background, so that a checkpoint has little left to do."""
+        for file, error in zip(files, await asyncio.to_thread(self.store.sync, files), strict=True):
+            if error is not None and file in self.ledger:
+                self.counters["sync_failed"] += 1
+                log.warning("fdatasync of %s failed; a save that pins it will say so: %s", file, error)
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Future[None]) -> None:
+        self._background.discard(task)  # type: ignore[arg-type]
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("background work of the sink failed") from self._failure
+
+    async def drain(self) -> None:
+        """Wait for background reclaims and syncs."""
+        while self._background:
+            await asyncio.gather(*self._background, return_exceptions=True)
+        self._raise_failure()
+
+    async def discard_all(self) -> None:
+        """Give up queue and groups (the run is over and their checkpoint committed): release every file."""
+        while self._queue:
+            self.ledger.release(self._pop().held)
+            self.counters["drained_queued"] += 1
+        for group_id, group in list(self._groups.items()):
+            self.counters["drained_members"] += len(group.members)
+            self._forget(group_id, group)
+        self._reclaim()
+        await self.drain()
+
+    # -- state ------------------------------------------------------------------------------------------------
+
+    def work(self) -> Iterator[QueuedTrace | StoredEpisode]:
+        """Everything a snapshot has to pin: queued traces and members of open groups."""
+        for queued in self._queue:
+            yield queued.trace
+        for group in self._groups.values():
+            yield from group.open.members
+
+    def state_dict(self, open_groups: Mapping[str, OpenGroup]) -> dict[str, Any]:
+        """The sink at this instant, as msgpack types; no await, no I/O.
+
+        `open_groups`: the groups the dispatcher knows; those of which no result was consumed yet are open
+        without members.
+        """
+        groups = {
+            group_id: msgspec.structs.replace(group, members=[]) for group_id, group in open_groups.items()
+        }
+        members: dict[str, list[msgspec.Raw]] = {group_id: [] for group_id in groups}
+        for group_id, group in self._groups.items():
+            dispatched = open_groups.get(group_id, group.open)
+            groups[group_id] = msgspec.structs.replace(
+                group.open, members=[], task=dispatched.task, step=dispatched.step
+            )
+            members[group_id] = [blob for _, blob, _ in group.members]
+        return {
+            "format": restore.FORMAT,
+            "arrival": self._arrival,
+            "counters": dict(self.counters),
+            "queue": [queued.blob for queued in sorted(self._queue)],
+            "groups": [[group_id, group, members[group_id]] for group_id, group in groups.items()],
+        }
+
+    async def load_state_dict(
+        self, state: Any, *, pins: restore.LinkBack | None = None
+    ) -> tuple[restore.RestoreReport, list[TaskRequest]]:
+        """Restore, after `progress` was: filter, link pins back, probe, drop what is gone (DESIGN rule 3).
+
+        Groups that lack nothing are scored at once; the requests ask for the missing rollouts of the others.
+        """
+        assert not self._queue and not self._groups, "load_state_dict works on a fresh sink"
+        restored = await asyncio.to_thread(
+            restore.restore,
+            state,
+            store=self.store,
+            step=self.progress.step,
+            max_off_policy_steps=self._max_off_policy_steps,
+            fields=self.fields,
+            environments=None if isinstance(self._group_size, int) else frozenset(self._group_size),
+            pins=pins,
+        )
+        self.counters.update(restored.counters)
+        self.dropped_at_restore = restored.dropped
+        self._arrival = restored.arrival
+        for trace in restored.queue:
+            self._push(trace)
+        for group_id, open_group in restored.groups.items():
+            members, open_group.members = open_group.members, []
+            group = self._groups[group_id] = _Group(open_group)
+            for member in members:
+                self._append(group, member)
+        requests = []
+        for group_id, group in list(self._groups.items()):
+            if group.complete:
+                restored.report.groups_complete += 1
+                await self._score(group_id, group)
+            else:
+                missing = missing_rollouts(group.open)
+                restored.report.rollouts_requested += missing
+                requests.append(self._ask_again(group_id, group, missing))
+        log.info("restored: %s", restored.report)
+        return restored.report, requests
+
+
+class _Group:
+    """An open group in the sink: what is saved of it, with each member's blob and hold."""
+
+    def __init__(self, open_group: OpenGroup) -> None:
+        self.open = open_group
+        self.members: list[tuple[StoredEpisode, msgspec.Raw, tuple[str, ...]]] = []
+        self.pending = 0
+        self.scoring = False
+
+    @property
+    def missing(self) -> int:
+        """Rollouts neither delivered, cancelled nor being taken in right now."""
+        return missing_rollouts(self.open) - self.pending
+
+    @property
+    def complete(self) -> bool:
+        return missing_rollouts(self.open) == 0
+
+
+class _Queued:
+    """A heap entry: the trace, its encoded form (made once) and its hold."""
+
+    __slots__ = ("blob", "held", "key", "trace")
+
+    def __init__(self, trace: QueuedTrace, blob: msgspec.Raw, held: tuple[str, ...]) -> None:
+        self.trace, self.blob, self.held = trace, blob, held
+        self.key = (trace.version, trace.arrival)
+
+    def __lt__(self, other: _Queued) -> bool:
+        return self.key < other.key
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def _without_traces(episode: Episode, error: str) -> Episode:
+    return msgspec.structs.replace(episode, traces=[], native=None, ok=False, error=error)
+
+
+async def _maybe_await(value: T | Awaitable[T]) -> T:
+    if inspect.isawaitable(value):
+        return await value
+    return value
