@@ -23,7 +23,7 @@ from .sink import TrainSink
 from .source import TrainSource
 from .state import decode_state, encode_state
 from .store import PayloadStore, SweepReport
-from .types import Episode, Policy, Progress
+from .types import Episode, Policy, Progress, QueuedTrace, StoredEpisode
 
 log = logging.getLogger("prime_io.orchestrator")
 
@@ -46,8 +46,8 @@ class Orchestrator:
     """Runs batches up to `max_steps`, with a checkpoint every `checkpoint_every` steps and at the last.
 
     Batch s ships only when policy version s - 1 - `max_lead` or newer is published. No new group is opened
-    while the next batch waits for that and the queue can fill it, nor while live payload files exceed
-    `max_payload_bytes` and the queue can fill the next batch. `readers`: who acknowledges batches.
+    while the next batch waits for that and the queue can fill it and `max_lead` more, nor while live payload
+    files exceed `max_payload_bytes` and the queue can fill the next batch. `readers`: who acknowledges batches.
     `on_event(name, facts)` is told of cuts, saves, shipped and trained batches, restores and sweeps.
     """
 
@@ -95,6 +95,7 @@ class Orchestrator:
         dispatcher.may_open = self._may_open
         sink.on_result = source.on_result
         sink.on_consumed = dispatcher.forget_consumed_group
+        sink.on_drop = lambda reason, traces: on_event("dropped", {"reason": reason, "traces": list(traces)})
 
     # -- checkpoint -------------------------------------------------------------------------------------------
 
@@ -127,8 +128,9 @@ class Orchestrator:
                 "emitted": self.dispatcher.emitted,
                 "inflight": self.dispatcher.inflight,
                 "drawn": self._source.drawn,
-                "traces": {
-                    q.trace_id: sorted(pin_set([q])) for q in self.sink.work() if hasattr(q, "trace_id")
+                "members": [t.id for w in self.sink.work() if isinstance(w, StoredEpisode) for t in w.traces],
+                "files": {
+                    w.trace_id: sorted(pin_set([w])) for w in self.sink.work() if isinstance(w, QueuedTrace)
                 },
             },
         )
@@ -298,6 +300,7 @@ class Orchestrator:
     def _may_open(self) -> bool:
         if self._stopping or self._progress.step > self._max_steps:
             return False
+        if not self._in_lead() and self.sink.queued_batches > self._max_lead:
+            return False
         limit = self._max_payload_bytes
-        crowded = not self._in_lead() or (limit is not None and self.sink.ledger.bytes > limit)
-        return not (crowded and self.sink.ready())
+        return limit is None or self.sink.ledger.bytes <= limit or not self.sink.queued_batches

@@ -51,9 +51,10 @@ class TrainSink:
     `token_batch_size` (tokens). `seq_len`: longer samples are cut to it. `fields`: what is known of the payload
     fields (default: token-aligned and required). `score_episode(episode)` may set rewards before an episode is
     stored; `score_group(traces)` returns advantages; both may be coroutines. `admit(episode)` refuses an episode
-    by returning False. Two callbacks tie it to a loop: `on_result(group)` once per scored group, and
-    `on_consumed(group id)` once the sink holds nothing open of a group; rollouts that have to be asked for again
-    are appended to `requests`.
+    by returning False. Callbacks tie it to a loop: `on_result(group)` once per scored group,
+    `on_consumed(group id)` once the sink holds nothing open of a group, `on_drop(reason, trace ids)` for traces
+    that leave without being trained; rollouts that have to be asked for again are appended to `requests`.
+    `counters` counts every outcome.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class TrainSink:
         lineage: str = "",
         on_result: Callable[[ScoredGroup], object] | None = None,
         on_consumed: Callable[[str], object] | None = None,
+        on_drop: Callable[[str, Sequence[str]], object] | None = None,
     ) -> None:
         if (batch_size is None) == (token_batch_size is None):
             raise ValueError("TrainSink needs exactly one of batch_size and token_batch_size")
@@ -100,6 +102,7 @@ class TrainSink:
         self._lineage = lineage
         self.on_result = on_result
         self.on_consumed = on_consumed
+        self.on_drop = on_drop
         self._groups: dict[str, _Group] = {}
         self._queue: list[_Queued] = []
         self._queued_tokens = 0
@@ -221,7 +224,7 @@ class TrainSink:
                 trace.samples = trained
                 kept.append(trace)
             else:
-                self.counters["truncated_away"] += 1
+                self._dropped("truncated_away", [trace.id])
         episode.traces = kept
 
     def _cut(self, sample: Sample) -> Sample:
@@ -251,7 +254,8 @@ class TrainSink:
         members = g.members[: g.target]
         self.counters["owed"] += g.target
         fresh = [m for m in members if not self._stale(m)]
-        self.counters["stale_members"] += len(members) - len(fresh)
+        self._dropped("stale_members", [t.id for m in members if self._stale(m) for t in m.traces])
+        self._dropped("unscored", [t.id for m in fresh for t in m.traces if not t.ok or t.reward is None])
         traces = [(m, t) for m in fresh for t in m.traces if t.ok and t.reward is not None]
         scored: list[StoredTrace] = []
         if traces:
@@ -295,7 +299,7 @@ class TrainSink:
 
     def _enqueue(self, member: StoredEpisode, trace: StoredTrace) -> Iterable[str]:
         if self._filter_zero_advantages and all(s.advantage == 0.0 for s in trace.samples):
-            self.counters["zero_advantage"] += 1
+            self._dropped("zero_advantage", [trace.id])
             self.ledger.discard(segment for sample in trace.samples for segment in sample.segments())
             return ()
         queued = QueuedTrace(
@@ -341,6 +345,14 @@ class TrainSink:
         return len(self._queue)
 
     @property
+    def queued_batches(self) -> int:
+        """How many batches the queue can fill."""
+        if self._batch_size is not None:
+            return len(self._queue) // self._batch_size
+        assert self._token_batch_size is not None
+        return self._queued_tokens // self._token_batch_size
+
+    @property
     def open_groups(self) -> dict[str, OpenGroup]:
         """The groups that have members or restored work here."""
         return {group_id: group.open for group_id, group in self._groups.items()}
@@ -352,10 +364,7 @@ class TrainSink:
     def ready(self) -> bool:
         """Whether the queue, without what is stale for the next batch, can fill a batch."""
         self._drop_stale()
-        if self._batch_size is not None:
-            return len(self._queue) >= self._batch_size
-        assert self._token_batch_size is not None
-        return self._queued_tokens >= self._token_batch_size
+        return self.queued_batches >= 1
 
     def take_batch(self) -> TrainBatch | None:
         """Cut the next batch, oldest version first, and advance `progress`; None if it cannot be filled."""
@@ -400,7 +409,7 @@ class TrainSink:
         for queued in stale:
             self._queued_tokens -= queued.trace.n_tokens
             self.ledger.release(queued.held)
-        self.counters["stale_queued"] += len(stale)
+        self._dropped("stale_queued", [queued.trace.trace_id for queued in stale])
         self._reclaim()
 
     def trained(self, step: int) -> None:
@@ -411,6 +420,11 @@ class TrainSink:
     def oldest_live_payload_version(self) -> int | None:
         """The least `v<k>` that queue, groups, open snapshots or untrained batches still name."""
         return self.ledger.oldest_version()
+
+    def _dropped(self, reason: str, trace_ids: Sequence[str]) -> None:
+        self.counters[reason] += len(trace_ids)
+        if trace_ids and self.on_drop is not None:
+            self.on_drop(reason, trace_ids)
 
     # -- files ------------------------------------------------------------------------------------------------
 
@@ -468,11 +482,11 @@ class TrainSink:
 
     async def discard_all(self) -> None:
         """Give up queue and groups (the run is over and their checkpoint committed): release every file."""
+        self._dropped("drained_queued", self.queued_trace_ids())
         while self._queue:
             self.ledger.release(self._pop().held)
-            self.counters["drained_queued"] += 1
         for group_id, group in list(self._groups.items()):
-            self.counters["drained_members"] += len(group.members)
+            self._dropped("drained_members", [t.id for m, _, _ in group.members for t in m.traces])
             self._forget(group_id, group)
         self._reclaim()
         await self.drain()

@@ -1,0 +1,1 @@
+"""A small, real asynchronous RL run on by-handle payloads: `python -m examples.async_rl`."""

@@ -1,0 +1,40 @@
+"""What the processes of one demo run agree on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+WORDS = "words"
+ROUTED_EXPERTS = "routed_experts"
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Written to `<run>/demo.json` by the launcher."""
+
+    seed: int = 0
+    steps: int = 24
+    batch_size: int = 32
+    group_size: int = 8
+    max_inflight: int = 64
+    max_off_policy_steps: int = 4
+    checkpoint_every: int = 3
+    keep_last: int = 2
+    pin: str = "link"
+    workers: int = 2
+    worker_batch: int = 12
+    warm_start_steps: int = 200
+    held_out: int = 128
+    verifier_s: float = 0.02
+    """How long a (sandboxed) verifier takes for one rollout."""
+    straggler_s: float = 1.5
+    """Every tenth rollout waits up to this long for its environment."""
+    threads: int = 1
+
+    def save(self, run: Path) -> None:
+        (run / "demo.json").write_bytes(msgspec.json.encode(self))
+
+    @classmethod
+    def load(cls, run: Path) -> Settings:
+        return msgspec.json.decode((run / "demo.json").read_bytes(), type=cls)
