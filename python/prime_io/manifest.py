@@ -1,0 +1,154 @@
+"""Manifests: what a committed component consists of, sealed.
+
+A manifest is JSON sealed by a last member `xxh3`, the hash of all bytes before it, so that an edited byte is
+seen. It is written last: a component without a good one is not there.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from prime_io import _native
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+MANIFEST_LIMIT = 256 << 20
+STATE = "state.msgpack"
+
+How = Literal["link", "copy", "skip"]
+_T = TypeVar("_T")
+
+_SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"\}\n\Z')
+
+
+class CorruptCheckpointError(ValueError):
+    """A manifest or state file is not what was committed: torn, edited, missing or of another checkpoint."""
+
+
+class FileStamp(msgspec.Struct, frozen=True):
+    """Size and XXH3-64 of a file of a component."""
+
+    size: int
+    xxh3: str
+
+
+class Pin(msgspec.Struct, frozen=True):
+    """A pinned payload: its size, the checksums of the segments that name it, and how it was pinned."""
+
+    size: int
+    checksums: list[str]
+    how: How
+
+
+class Stamp(msgspec.Struct, frozen=True, kw_only=True):
+    """The head of a manifest: whose it is."""
+
+    format: int
+    lineage: str
+    step: int
+    component: str
+
+
+class Manifest(Stamp, frozen=True, kw_only=True, omit_defaults=True):
+    """A whole manifest. `store` is the uuid of the store that the pins belong to."""
+
+    store: str = ""
+    files: dict[str, FileStamp] = msgspec.field(default_factory=dict)
+    missing: list[str] = msgspec.field(default_factory=list)
+    pins: dict[str, Pin] = msgspec.field(default_factory=dict)
+
+
+class _Format(msgspec.Struct, frozen=True):
+    format: int
+
+
+def in_slices(items: Sequence[_T], *, size: int = 256) -> Iterator[Sequence[_T]]:
+    """Slices of `items`. Gives up the interpreter between them, so that the event loop of a process that
+    saves large snapshots never waits long for this thread (rule 12)."""
+    for start in range(0, len(items), size):
+        if start:
+            time.sleep(1e-4)
+        yield items[start : start + size]
+
+
+def seal(manifest: Manifest) -> bytes:
+    """The bytes of `manifest.json`."""
+    pins = list(manifest.pins.items())
+    body = [msgspec.json.encode(msgspec.structs.replace(manifest, pins={}))[:-1]]
+    if pins:
+        parts = [msgspec.json.encode(dict(part))[1:-1] for part in in_slices(pins)]
+        body += [b',"pins":{', b",".join(parts), b"}"]
+    data = b"".join(body)
+    data += b',"xxh3":"' + _native.xxh3(data).encode() + b'"}\n'
+    if len(data) > MANIFEST_LIMIT:
+        raise ValueError(
+            f"save step {manifest.step}: its manifest of {len(data)} bytes is above the limit of "
+            f"{MANIFEST_LIMIT}; queue fewer payload files or write larger ones"
+        )
+    return data
+
+
+def unseal(data: bytes, path: str | Path, *, kind: type[_T]) -> _T:
+    """Decode a manifest (or the head of one). CorruptCheckpointError naming `path` if it is damaged."""
+    try:
+        version = msgspec.json.decode(data, type=_Format).format
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptCheckpointError(f"read {path}: torn or edited, not a manifest ({error})") from error
+    if version != FORMAT:
+        raise ValueError(
+            f"read {path}: checkpoint format {version}, but this prime-io reads format {FORMAT}: use the "
+            "release that wrote the checkpoint, or a newer one"
+        )
+    found = _SEAL.search(data)
+    if found is None or _native.xxh3(data[: found.start()]).encode() != found[1]:
+        raise CorruptCheckpointError(f"read {path}: torn or edited, its checksum does not fit")
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise CorruptCheckpointError(f"read {path}: not a manifest ({error})") from error
+
+
+def read_manifest(root: _native.Root, directory: str, where: Path, *, kind: type[_T]) -> _T:
+    """Read `<directory>/manifest.json` of `root`; `where` is the full path of `directory`, for messages."""
+    path = f"{directory}/{MANIFEST}" if directory else MANIFEST
+    try:
+        data = root.read(path, limit=MANIFEST_LIMIT)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptCheckpointError(f"read {where / MANIFEST}: there is no manifest") from error
+    except ValueError as error:
+        raise CorruptCheckpointError(f"read {where / MANIFEST}: {error}") from error
+    return unseal(data, where / MANIFEST, kind=kind)
+
+
+def read_state(root: _native.Root, where: Path, manifest: Manifest) -> dict[str, bytes]:
+    """The state parts of a component. CorruptCheckpointError names a state file that is torn, edited or gone."""
+    stamp = manifest.files.get(STATE)
+    if stamp is None:
+        raise CorruptCheckpointError(f"load {where / MANIFEST}: it names no {STATE}")
+    try:
+        data = root.read(STATE, limit=stamp.size)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"load {where / STATE}: the state file is gone") from error
+    except ValueError as error:
+        raise CorruptCheckpointError(f"load {where / STATE}: {error}") from error
+    if len(data) != stamp.size or _native.xxh3(data) != stamp.xxh3:
+        raise CorruptCheckpointError(f"load {where / STATE}: torn or edited, its checksum does not fit")
+    return msgspec.msgpack.decode(data, type=dict[str, bytes])
+
+
+def verify_files(root: _native.Root, where: Path, manifest: Manifest) -> None:
+    """Read every state file of a component again. CorruptCheckpointError names one that is not as committed."""
+    names = list(manifest.files)
+    for name, found in zip(names, root.hash(names), strict=True):
+        if isinstance(found, FileNotFoundError):
+            raise CorruptCheckpointError(f"verify {where / name}: the file is gone") from found
+        if isinstance(found, Exception):
+            raise found
+        if found != (manifest.files[name].size, manifest.files[name].xxh3):
+            raise CorruptCheckpointError(f"verify {where / name}: torn or edited, its checksum does not fit")

@@ -1,0 +1,171 @@
+"""Pins: the names that a checkpoint holds on payload files, and the way back into a store."""
+
+from __future__ import annotations
+
+import errno
+import os
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from prime_io import _native
+from prime_io.manifest import How, Manifest, Pin, in_slices
+from prime_io.steps import log
+
+if TYPE_CHECKING:
+    from prime_io.segment import PayloadSegment
+    from prime_io.store import PayloadStore
+
+PinMode = Literal["link", "copy", "skip"]
+
+
+class Pins:
+    """The payload files of a loaded checkpoint."""
+
+    def __init__(
+        self, directory: Path, manifest: Manifest, store: PayloadStore, *, copy: bool = False
+    ) -> None:
+        self._directory = directory
+        self._pins = manifest.pins
+        self._store = store
+        self._copy = copy
+        self.step = manifest.step
+        self.lineage = manifest.lineage
+        self.missing = tuple(manifest.missing)
+
+    def __repr__(self) -> str:
+        return f"Pins(step={self.step}, files={len(self._pins)}, missing={len(self.missing)})"
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that were there when the checkpoint was cut. `missing` are those that were not."""
+        return tuple(self._pins)
+
+    def link_back(self, files: Iterable[str]) -> dict[str, str | Exception]:
+        """Give `files` their names in the store again, in one batch; copied where links do not reach.
+
+        Per file: "present", "linked", "copied" or "replaced"; FileNotFoundError if it is not pinned and not
+        there, CorruptPayloadError if the pin is not what was saved. Files saved with `pin="skip"` have no
+        pin: they are "present" or gone.
+        """
+        wanted = list(dict.fromkeys(files))
+        known = [file for file in wanted if file in self._pins]
+        asked = [(file, self._pins[file].size, self._pins[file].checksums) for file in known]
+        results = self._store.native.link_back(str(self._directory), asked, copy=self._copy)
+        answers: dict[str, str | Exception] = dict(zip(known, results, strict=True))
+        for file in wanted:
+            if file not in answers:
+                why = (
+                    "was missing when the checkpoint was cut"
+                    if file in self.missing
+                    else "is not in the checkpoint"
+                )
+                answers[file] = FileNotFoundError(errno.ENOENT, f"link back: the file {why}", file)
+        return answers
+
+
+class PinResult:
+    """What a save pinned."""
+
+    def __init__(self) -> None:
+        self.pins: dict[str, Pin] = {}
+        self.missing: list[str] = []
+        self.copied = 0
+
+
+def pin_all(
+    commit: _native.Commit,
+    store: PayloadStore,
+    *,
+    segments: Sequence[PayloadSegment],
+    spills: Sequence[PayloadSegment],
+    mode: PinMode,
+    lost: set[str],
+) -> PinResult:
+    """Pin every file that `segments` and `spills` name, each once, in one batch per way of pinning.
+
+    Spill files are linked (else copied) in every mode: without them the work itself would be lost. Files in
+    `lost` could not be made durable by an earlier save and count as missing; new ones are added (a second
+    fsync of the same file would succeed and lie).
+    """
+    spilled = _by_file(spills)
+    payloads = {file: sums for file, sums in _by_file(segments).items() if file not in spilled}
+    result = PinResult()
+    failed: OSError | None = None
+    for sums, how in ((spilled, "link"), (payloads, mode)):
+        result.missing += [file for file in sums if file in lost]
+        files = [file for file in sums if file not in lost]
+        answers = _sizes(store, files) if how == "skip" else _pin(commit, store, files, copy=how == "copy")
+        for part in in_slices(list(zip(files, answers, strict=True))):
+            for file, answer in part:
+                if isinstance(answer, FileNotFoundError):
+                    result.missing.append(file)
+                elif isinstance(answer, Exception):
+                    if not isinstance(answer, OSError):
+                        raise answer
+                    failed = failed or answer
+                    if how != "skip" and not store.is_durable(file):
+                        lost.add(file)
+                else:
+                    size, done = answer
+                    result.copied += done == "copy"
+                    result.pins[file] = Pin(size, sorted(sums[file]), done)
+    if failed is not None:
+        raise failed
+    return result
+
+
+def probe_links(store: PayloadStore, checkpoints: Path) -> bool:
+    """Whether a file of the store can be hard-linked into `checkpoints`: tried, and logged in one line."""
+    target = checkpoints / _native.temporary_name()
+    try:
+        os.link(Path(store.native.root) / "STORE", target, follow_symlinks=False)
+    except OSError as error:
+        log.warning(
+            "%s cannot be linked into %s (%s): pins will be copies, which cost as much space and writing as "
+            "the payloads; put both on one filesystem, or use pin='skip'",
+            store.native.root,
+            checkpoints,
+            error.strerror,
+        )
+        return False
+    os.unlink(target)
+    log.info("payloads of %s are pinned by hard links in %s", store.native.root, checkpoints)
+    return True
+
+
+def _by_file(segments: Sequence[PayloadSegment]) -> dict[str, set[str]]:
+    sums: dict[str, set[str]] = {}
+    for part in in_slices(segments):
+        for segment in part:
+            found = sums.setdefault(segment.file, set())
+            if segment.checksum:
+                found.add(segment.checksum)
+    return sums
+
+
+def _pin(
+    commit: _native.Commit, store: PayloadStore, files: list[str], *, copy: bool
+) -> list[tuple[int, How] | Exception]:
+    asked = [(file, store.is_durable(file)) for part in in_slices(files) for file in part]
+    answers: list[tuple[int, How] | Exception] = []
+    for answer in commit.pin(store.native, asked, copy=copy):
+        if isinstance(answer, Exception):
+            answers.append(answer)
+        else:
+            answers.append((answer[0], "copy" if answer[1] == "copy" else "link"))
+    return answers
+
+
+def _sizes(store: PayloadStore, files: list[str]) -> list[tuple[int, How] | Exception]:
+    present, sizes, errors = store.native.probe(files, sizes=True)
+    answers: list[tuple[int, How] | Exception] = []
+    for file, there, size, code in zip(files, present, array("q", sizes), array("i", errors), strict=True):
+        if there:
+            answers.append((size, "skip"))
+        elif code in (errno.ENOENT, errno.EINVAL):
+            answers.append(FileNotFoundError(errno.ENOENT, "probe: no such payload file", file))
+        else:
+            answers.append(OSError(code, f"probe: {os.strerror(code)}", file))
+    return answers
