@@ -108,7 +108,10 @@ pub fn check_path(path: &str) -> Result<(), &'static str> {
         if part.starts_with('.') {
             return Err("a path component must not start with a dot");
         }
-        if !part.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-')) {
+        if !part
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
+        {
             return Err("a path component may hold only A-Z a-z 0-9 . _ -");
         }
     }
