@@ -27,7 +27,6 @@ use crate::format::DType;
 use crate::fs::Fs;
 use crate::slab::{Pool, Slab};
 
-use files::Opened;
 use jobs::Target;
 use plan::Plan;
 

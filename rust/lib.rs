@@ -14,6 +14,8 @@
 pub mod error;
 pub mod format;
 pub mod fs;
+pub mod gather;
+pub mod slab;
 pub mod threads;
 
 pub use error::{Error, Result};

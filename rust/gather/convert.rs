@@ -74,7 +74,8 @@ impl Rows<'_> {
         // entries of that axis: one run.
         let Some(axis) = (0..self.shape.len()).rev().find(|&a| self.shape[a] != self.to_shape[a])
         else {
-            return widen(stored, out, self.from, self.to);
+            widen(stored, out, self.from, self.to);
+            return;
         };
         let (size, to_size) = (item(self.from), item(self.to));
         let run: usize = self.shape[axis..].iter().product();
@@ -98,7 +99,7 @@ impl Rows<'_> {
                 widen(run_bytes, place, self.from, self.to);
                 for (i, dim) in index.iter_mut().zip(outer).rev() {
                     *i += 1;
-                    if i < dim {
+                    if *i < *dim {
                         break;
                     }
                     *i = 0;

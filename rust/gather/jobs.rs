@@ -10,7 +10,7 @@ use super::plan::{Need, Plan};
 use super::read::{Check, Reader};
 use super::{Filled, Source};
 use crate::error::{Error, Result};
-use crate::format::{TensorInfo, segment_checksum};
+use crate::format::{Header, TensorInfo, segment_checksum};
 use crate::fs::Fs;
 use crate::slab::Slab;
 use crate::threads;
@@ -104,7 +104,7 @@ pub(super) fn run<'a, F: Fs>(
             cut(&mut jobs, request, plan, files, target.out.bytes());
         }
     }
-    let spare = Mutex::new(Vec::new());
+    let spare: Mutex<Vec<Scratch>> = Mutex::new(Vec::new());
     let done = threads::map(&jobs, helpers(&jobs), |job| {
         source.go_on()?;
         let mut scratch = spare.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
@@ -144,15 +144,138 @@ fn check_files<'a, F: Fs>(
             let why = format!("segment {index} ends at byte {end}, but the file has {size} bytes");
             return Err(Error::corrupt("gather", need.file.as_str(), why));
         }
-        let check = match opened.header.as_ref().filter(|_| !need.checksum.is_empty()) {
-            Some(header) => {
-                let start = plan.pieces.iter().filter_map(|piece| piece.from);
-                let _ = start;
-                Some(find(header, need)?)
-            }
-            None => None,
-        };
+        let header = opened.header.as_ref().filter(|_| !need.checksum.is_empty());
+        let check = header.map(|header| find(header, need)).transpose()?;
         Ok((opened, check))
     };
     plan.needs.iter().map(one).collect()
+}
+
+/// The tensor that a segment with a checksum lies in. A file without it is not the file that was written.
+fn find<'a>(header: &'a Header, need: &Need) -> Result<Check<'a>> {
+    let wrong = |why: String| Err(Error::corrupt("verify", need.file.as_str(), why));
+    let index = need.index;
+    let inside = |tensor: &&TensorInfo| need.end - tensor.offset <= tensor.len;
+    let Some(tensor) = header.tensor_at(need.start).filter(inside) else {
+        return wrong(format!("segment {index} lies in no tensor of the file"));
+    };
+    let name = &tensor.name;
+    match header.blocks(name) {
+        Some(blocks) if segment_checksum(blocks) == need.checksum => Ok(Check { tensor, blocks }),
+        Some(_) => wrong(format!("tensor {name:?} is not the one that segment {index} was made of")),
+        None => wrong(format!("tensor {name:?} has no checksum, but segment {index} has one")),
+    }
+}
+
+/// Gives a request the memory that it did not bring.
+fn allocate<'a, F: Fs>(source: &Source<'_, F>, plan: &Plan, mut target: Target<'a>) -> Result<Target<'a>> {
+    if matches!(target.out, Memory::None) {
+        target.out = Memory::Pooled(source.pool.take(plan.rows * plan.row_bytes)?);
+    }
+    if matches!(target.valid, Memory::None) {
+        target.valid = Memory::Pooled(source.pool.take(plan.rows)?);
+    }
+    Ok(target)
+}
+
+/// Appends the jobs that together write every byte of `out`.
+fn cut<'a, F: Fs>(
+    jobs: &mut Vec<Job<'a, F>>,
+    request: usize,
+    plan: &'a Plan,
+    files: &Files<'a, F>,
+    mut out: &'a mut [u8],
+) {
+    if plan.row_bytes == 0 {
+        return;
+    }
+    for piece in &plan.pieces {
+        let (mut rest, after) = std::mem::take(&mut out).split_at_mut(piece.rows.len() * plan.row_bytes);
+        out = after;
+        let Some((need, mut offset)) = piece.from else {
+            let most = (JOB / plan.row_bytes).max(1) * plan.row_bytes;
+            jobs.extend(rest.chunks_mut(most).map(|out| Job { request, plan, out: Mutex::new(out), read: None }));
+            continue;
+        };
+        let (opened, check) = files[need];
+        let need = &plan.needs[need];
+        let direct = plan.stored(need).are_equal();
+        while !rest.is_empty() {
+            let (bytes, stored) = if direct {
+                // Jobs end where blocks end, so that no block is hashed twice.
+                let phase = check.map_or(0, |check| (offset - check.tensor.offset) % JOB as u64);
+                let most = usize::try_from(JOB as u64 - phase).map_or(JOB, |most| most.min(rest.len()));
+                (most, most)
+            } else {
+                let size = if check.is_some() { JOB } else { CONVERT };
+                let rows = (size / need.row_bytes).clamp(1, rest.len() / plan.row_bytes);
+                (rows * plan.row_bytes, rows * need.row_bytes)
+            };
+            let (now, later) = rest.split_at_mut(bytes);
+            rest = later;
+            let read = Some(Read { need, opened, offset, check });
+            jobs.push(Job { request, plan, out: Mutex::new(now), read });
+            offset += stored as u64;
+        }
+    }
+}
+
+/// How many threads the jobs deserve; starting one costs as much as reading some 100 KiB.
+fn helpers<F: Fs>(jobs: &[Job<'_, F>]) -> usize {
+    let bytes = |job: &Job<'_, F>| job.out.lock().unwrap_or_else(PoisonError::into_inner).len();
+    let deserved = jobs.iter().map(bytes).sum::<usize>() / (512 << 10) + jobs.len() / 32;
+    match deserved {
+        0 => 1,
+        // On few cores too: these threads wait for disks and servers as well.
+        more => more.min(available_parallelism().map_or(4, usize::from).clamp(4, THREADS)),
+    }
+}
+
+impl Plan {
+    fn stored<'a>(&'a self, need: &'a Need) -> Rows<'a> {
+        Rows { from: need.dtype, shape: &need.shape, to: self.dtype, to_shape: &self.shape }
+    }
+}
+
+/// Memory that a job uses on the way; handed from job to job.
+#[derive(Debug, Default)]
+struct Scratch {
+    rows: Vec<u8>,
+    rest: Vec<u8>,
+}
+
+impl<F: Fs> Job<'_, F> {
+    fn run(&self, source: &Source<'_, F>, scratch: &mut Scratch) -> Result<()> {
+        let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(read) = &self.read else {
+            paint(&mut out, &self.plan.unit);
+            return Ok(());
+        };
+        let name = read.need.file.as_str();
+        let again = match read.opened.file {
+            Some(_) => None,
+            None => Some(open_one(source, name)?),
+        };
+        let Some(file) = read.opened.file.as_ref().or(again.as_ref()) else { return Ok(()) };
+        let file = Reader { fs: source.fs, file, name };
+        let mut get = |buf: &mut [u8]| match read.check {
+            Some(check) => file.verified(buf, read.offset, check, &mut scratch.rest),
+            None => file.exact(buf, read.offset),
+        };
+        let layout = self.plan.stored(read.need);
+        if layout.are_equal() {
+            return get(&mut out);
+        }
+        let len = out.len() / self.plan.row_bytes * read.need.row_bytes;
+        if scratch.rows.len() < len {
+            scratch.rows.resize(len, 0);
+        }
+        let stored = &mut scratch.rows[..len];
+        get(stored)?;
+        if layout.are_narrower() {
+            paint(&mut out, &self.plan.unit);
+        }
+        layout.scatter(stored, &mut out);
+        Ok(())
+    }
 }
