@@ -54,18 +54,16 @@ pub(super) fn open<F: Fs>(
     })
 }
 
-/// Opens one file. What seems missing is asked for again after its directory was opened: an NFS client
-/// remembers for a minute that a name did not exist.
+/// Opens one file. What seems missing is asked for again after its directories were opened: an NFS
+/// client remembers for a minute that a name did not exist.
 pub(super) fn open_one<F: Fs>(source: &Source<'_, F>, name: &str) -> Result<F::File> {
     let (fs, dir) = (source.fs, source.dir);
-    let mut opened = fs.open(dir, name);
-    let parent = split_path(name).0;
-    if matches!(opened, Err(Errno::NOENT | Errno::STALE))
-        && !parent.is_empty()
-        && let Ok(parent) = fs.open_dir(dir, parent)
-    {
-        drop(parent);
-        opened = fs.open(dir, name);
-    }
+    let opened = match fs.open(dir, name) {
+        Err(Errno::NOENT | Errno::STALE) => fs
+            .open_dir(dir, "")
+            .and_then(|root| fs.open_dir(&root, split_path(name).0))
+            .and_then(|parent| fs.open(&parent, split_path(name).1)),
+        other => other,
+    };
     opened.context("gather", name)
 }

@@ -61,7 +61,7 @@ impl Bench {
 
 fn real(root: &Path) -> (RealFs, <RealFs as Fs>::Dir) {
     let fs = RealFs::default();
-    let dir = fs.open_root(root).unwrap();
+    let dir = fs.open_root(root.to_str().unwrap(), false).unwrap();
     (fs, dir)
 }
 
