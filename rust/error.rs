@@ -37,17 +37,29 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl Error {
     /// An operating system error.
     pub fn os(op: &'static str, path: impl Into<String>, errno: Errno) -> Self {
-        Self { op, path: path.into(), kind: Kind::Os { errno, hint: "" } }
+        Self {
+            op,
+            path: path.into(),
+            kind: Kind::Os { errno, hint: "" },
+        }
     }
 
     /// A mistake of the caller.
     pub fn invalid(op: &'static str, path: impl Into<String>, why: impl Into<String>) -> Self {
-        Self { op, path: path.into(), kind: Kind::Invalid(why.into()) }
+        Self {
+            op,
+            path: path.into(),
+            kind: Kind::Invalid(why.into()),
+        }
     }
 
     /// Bytes on disk that are not what they should be.
     pub fn corrupt(op: &'static str, path: impl Into<String>, why: impl Into<String>) -> Self {
-        Self { op, path: path.into(), kind: Kind::Corrupt(why.into()) }
+        Self {
+            op,
+            path: path.into(),
+            kind: Kind::Corrupt(why.into()),
+        }
     }
 
     /// The same error with advice for the user (operating system errors only).

@@ -12,6 +12,10 @@
 //! simulated disk that can lose power. No Python outside `python/`.
 
 pub mod error;
+pub mod format;
 pub mod fs;
+pub mod gather;
+pub mod slab;
+pub mod threads;
 
 pub use error::{Error, Result};

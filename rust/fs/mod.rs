@@ -10,6 +10,7 @@ use rustix::io::Errno;
 
 pub mod real;
 pub mod sim;
+pub mod whole;
 
 /// A bare result; callers add operation and path with [`crate::error::Context`].
 pub type Io<T> = Result<T, Errno>;
@@ -21,7 +22,9 @@ pub enum FileKind {
     File,
     /// A directory.
     Dir,
-    /// Anything else: link, FIFO, socket, device.
+    /// A symbolic link.
+    Link,
+    /// Anything else: FIFO, socket, device.
     Other,
     /// The directory listing did not say; ask [`Fs::stat`].
     Unknown,
@@ -46,11 +49,13 @@ pub struct Stat {
 
 /// A filesystem: the real one ([`real::RealFs`]) or a disk in memory that can lose power
 /// ([`sim::SimFs`]).
-pub trait Fs: Send + Sync {
+pub trait Fs: Clone + Send + Sync {
     /// An open directory.
     type Dir: Send + Sync;
     /// An open regular file.
     type File: Send + Sync;
+    /// A lock held by this process; given up when dropped.
+    type Lock: Send + Sync;
 
     /// Opens a directory beneath `at`. On NFS this also revalidates what the client knows of it.
     fn open_dir(&self, at: &Self::Dir, path: &str) -> Io<Self::Dir>;
@@ -63,6 +68,8 @@ pub trait Fs: Send + Sync {
     fn open(&self, at: &Self::Dir, path: &str) -> Io<Self::File>;
     /// Creates a regular file for writing (and reading); an existing name is `EEXIST`.
     fn create(&self, at: &Self::Dir, name: &str, mode: u32) -> Io<Self::File>;
+    /// Sets the mode of a file or directory just made, whatever the umask.
+    fn set_mode(&self, at: &Self::Dir, name: &str, mode: u32) -> Io<()>;
     /// Reads once; may be short, 0 at the end. Interrupted calls are repeated inside.
     fn read_at(&self, file: &Self::File, buf: &mut [u8], offset: u64) -> Io<usize>;
     /// Writes once; may be short. Interrupted calls are repeated inside.
@@ -83,6 +90,9 @@ pub trait Fs: Send + Sync {
     fn rename(&self, from: &Self::Dir, name: &str, to: &Self::Dir, new_name: &str) -> Io<()>;
     /// Removes a name of a file.
     fn unlink(&self, at: &Self::Dir, name: &str) -> Io<()>;
+    /// Locks a file made for nothing else; `EAGAIN` if another process, or another lock of this
+    /// one, holds it. A forked child does not hold it.
+    fn lock(&self, at: &Self::Dir, name: &str) -> Io<Self::Lock>;
     /// Calls `each` for every entry but `.` and `..` until it breaks; names that are not UTF-8 are
     /// passed over (no name of ours is one).
     fn list(
@@ -108,7 +118,10 @@ pub fn check_path(path: &str) -> Result<(), &'static str> {
         if part.starts_with('.') {
             return Err("a path component must not start with a dot");
         }
-        if !part.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-')) {
+        if !part
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
+        {
             return Err("a path component may hold only A-Z a-z 0-9 . _ -");
         }
     }

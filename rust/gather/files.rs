@@ -1,0 +1,69 @@
+//! Opens the files of a batch, each once, within the limit on open descriptors.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
+
+use super::Source;
+use crate::error::{Context, Result};
+use crate::format::Header;
+use crate::fs::{Fs, split_path};
+use crate::threads::{self, IO_THREADS};
+
+/// A file of the batch.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Wanted<'p> {
+    pub(super) name: &'p str,
+    /// Whether its header is needed, to verify.
+    pub(super) header: bool,
+}
+
+/// A file that was opened and measured.
+#[derive(Debug)]
+pub(super) struct Opened<F: Fs> {
+    /// None beyond the budget: opened again for each read.
+    pub(super) file: Option<F::File>,
+    pub(super) size: u64,
+    pub(super) header: Option<Header>,
+}
+
+/// How many files may stay open at once: a quarter of what the process may have.
+pub(super) fn budget() -> usize {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX) / 4;
+    usize::try_from(limit.clamp(4, 1024)).unwrap_or(4)
+}
+
+/// Opens, measures and, where wanted, reads the header of every file.
+pub(super) fn open<F: Fs>(
+    source: &Source<'_, F>,
+    names: &[Wanted<'_>],
+    budget: usize,
+) -> Vec<Result<Opened<F>>> {
+    let kept = AtomicUsize::new(0);
+    let helpers = (names.len() / 8 + 1).min(IO_THREADS).min(budget);
+    threads::map(names, helpers, |wanted| {
+        source.go_on()?;
+        let name = wanted.name;
+        let file = open_one(source, name)?;
+        let size = source.fs.stat_file(&file).context("gather", name)?.size;
+        let header =
+            if wanted.header { Some(Header::read(source.fs, &file, name)?) } else { None };
+        let keep = kept.fetch_add(1, Ordering::Relaxed) < budget;
+        Ok(Opened { file: keep.then_some(file), size, header })
+    })
+}
+
+/// Opens one file. What seems missing is asked for again after its directories were opened: an NFS
+/// client remembers for a minute that a name did not exist.
+pub(super) fn open_one<F: Fs>(source: &Source<'_, F>, name: &str) -> Result<F::File> {
+    let (fs, dir) = (source.fs, source.dir);
+    let opened = match fs.open(dir, name) {
+        Err(Errno::NOENT | Errno::STALE) => fs
+            .open_dir(dir, "")
+            .and_then(|root| fs.open_dir(&root, split_path(name).0))
+            .and_then(|parent| fs.open(&parent, split_path(name).1)),
+        other => other,
+    };
+    opened.context("gather", name)
+}

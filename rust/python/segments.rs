@@ -1,0 +1,59 @@
+//! Segments and other claims from Python objects.
+
+use pyo3::exceptions::{PyOverflowError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::error::Error;
+use crate::gather::Segment;
+
+/// Reads one segment, any object with the attributes; what is wrong is a `ValueError` that names index
+/// and attribute, because segments come from other machines.
+pub(super) fn segment(index: usize, object: &Bound<'_, PyAny>) -> PyResult<Segment> {
+    let wrong = |name: &str, why: String| {
+        PyErr::from(Error::invalid("gather", "", format!("segment {index}: {name} {why}")))
+    };
+    let text = |name: &str| -> PyResult<String> {
+        let value = object.getattr(name)?;
+        value.extract().map_err(|_| wrong(name, "is not a string".into()))
+    };
+    let number = |name: &str| -> PyResult<u64> {
+        unsigned(&object.getattr(name)?).map_err(|why| wrong(name, why))
+    };
+    Ok(Segment {
+        file: text("file")?,
+        offset: number("offset")?,
+        pos: number("pos")?,
+        rows: number("rows")?,
+        dtype: text("dtype")?,
+        shape: dims(&object.getattr("shape")?).map_err(|why| wrong("shape", why))?,
+        checksum: text("checksum")?,
+    })
+}
+
+/// A shape: any sequence of sizes.
+pub(super) fn dims(object: &Bound<'_, PyAny>) -> Result<Vec<u64>, String> {
+    let not_a_shape = || "is not a tuple of sizes".to_string();
+    if let Ok(tuple) = object.cast::<PyTuple>() {
+        return tuple.iter().map(|dim| unsigned(&dim)).collect();
+    }
+    let dims = object.try_iter().map_err(|_| not_a_shape())?;
+    dims.map(|dim| unsigned(&dim.map_err(|_| not_a_shape())?)).collect()
+}
+
+/// A size or position; why not otherwise.
+pub(super) fn unsigned(object: &Bound<'_, PyAny>) -> Result<u64, String> {
+    object.extract::<u64>().map_err(|error| {
+        let py = object.py();
+        if !error.is_instance_of::<PyOverflowError>(py) {
+            return "is not an integer".into();
+        }
+        let negative = object.lt(0).unwrap_or(false);
+        if negative { "is negative".into() } else { "is larger than 64 bits".into() }
+    })
+}
+
+/// The same for an argument of the caller.
+pub(super) fn argument(object: &Bound<'_, PyAny>, name: &str) -> PyResult<u64> {
+    unsigned(object).map_err(|why| PyValueError::new_err(format!("{name} {why}")))
+}
