@@ -50,9 +50,7 @@ async def orchestrate(run: Path, socket: Path) -> None:
     exchange = Exchange(lineage)
     progress, policy = Progress(), Policy()
     train_words, _ = task.words()
-    source = TrainSource(
-        envs=[Environment(WORDS, train_words, settings.group_size)], seed=settings.seed
-    )
+    source = TrainSource(envs=[Environment(WORDS, train_words, settings.group_size)], seed=settings.seed)
     pool = WorkerPool(
         socket,
         capacity=settings.worker_batch,

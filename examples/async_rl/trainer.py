@@ -15,6 +15,7 @@ from torch import Tensor
 from prime_io import (
     CheckpointManager,
     Exchange,
+    Gather,
     Lineage,
     PayloadStore,
     Trace,
@@ -71,7 +72,7 @@ class Trainer:
             step = 0
             self.log("reward", {"step": 0, "value": greedy_reward(self.model, self.held_out)})
         else:
-            directory = self.manager.component_dir(step, READER)
+            directory = self.manager.component_path(step, READER, verify=True)
             self.model.load_state_dict(load_file(directory / "model.safetensors"))
             load_optimizer(self.optimizer, self.model, load_file(directory / "optimizer.safetensors"))
         self.publish(step)
@@ -93,15 +94,16 @@ class Trainer:
         n = max(len(sample.token_ids) for sample in samples)
         layers, top_k = self.model.config.n_layers, self.model.config.top_k
         routing = torch.empty(len(samples), n - 1, layers, top_k, dtype=torch.uint8)
-        self.store.gather_many(
-            [
-                self.store.request(
-                    sample.payload, ROUTED_EXPERTS, 0, n - 1, out=routing[i], fill="spread"
-                )
-                for i, sample in enumerate(samples)
-            ],
-            verify=True,
-        )
+        requests = [
+            Gather(
+                segments=sample.payload, field=ROUTED_EXPERTS, lo=0, hi=n - 1, out=routing[i], fill="spread"
+            )
+            for i, sample in enumerate(samples)
+        ]
+        for trace, result in zip(traces, self.store.gather_many(requests, verify=True), strict=True):
+            if isinstance(result, Exception):
+                self.log("missing_file", {"step": batch.step, "trace": trace.id, "error": str(result)})
+                raise result
 
         def pad(rows: Sequence[object], dtype: torch.dtype) -> Tensor:
             out = torch.zeros(len(samples), n, dtype=dtype)
@@ -157,9 +159,7 @@ class Trainer:
                 self.log("mismatch", {"step": step, "n": int(rows.sum()), **mismatch(sampler, part)})
 
     def commit(self, step: int) -> None:
-        if self.manager.has_component(step, READER):
-            return
-        directory = self.manager.temporary_dir(step)
+        directory = self.manager.new_component_dir()
         save_file(
             {name: x.contiguous() for name, x in self.model.state_dict().items()},
             directory / "model.safetensors",
@@ -184,11 +184,12 @@ class Trainer:
         self.log("float32_control", {"n": len(again), "equal": float32_control(self.model, again)})
 
     def run(self) -> None:
-        step = self.start()
+        step = committed = self.start()
         while (batch := self.wait_for(step + 1)) is not None:
             self.train(batch)
-            step += 1
-        if step:
+            step = batch.step
+            committed = step if batch.checkpoint else committed
+        if step != committed:
             self.commit(step)
         self.log("reward", {"step": step, "value": greedy_reward(self.model, self.held_out)})
         self.control()

@@ -10,11 +10,11 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from prime_io import Exchange, Lineage, PayloadStore
+from prime_io import Exchange, Lineage, PayloadSegment, PayloadStore
 
 from . import task
 from .events import EventLog
-from .model import ModelConfig, MoETransformer, generate
+from .model import Generation, ModelConfig, MoETransformer, generate
 from .pool import Message, frame, read_message
 from .settings import ROUTED_EXPERTS, Settings
 
@@ -54,25 +54,27 @@ class Worker:
             [job["seed"] for job in jobs],
             eos=task.EOS,
         )
-        written = self.store.write_many(
-            [
-                ({ROUTED_EXPERTS: g.routing}, job["dispatch"])
-                for job, g in zip(jobs, generations, strict=True)
+        results = []
+        for version in {job["dispatch"] for job in jobs}:
+            mine = [(job, g) for job, g in zip(jobs, generations, strict=True) if job["dispatch"] == version]
+            written = self.store.write_many([{ROUTED_EXPERTS: g.routing} for _, g in mine], version=version)
+            results += [
+                self.result(job, g, segments) for (job, g), segments in zip(mine, written, strict=True)
             ]
-        )
-        results = [
-            {
-                "job": job["job"],
-                "tokens": g.tokens.numpy(),
-                "mask": g.mask.numpy(),
-                "logprobs": g.logprobs.numpy(),
-                "payload": msgspec.to_builtins(list(segments.values())),
-                "version": self.version,
-                "lineage": self.lineage.id,
-            }
-            for job, g, segments in zip(jobs, generations, written, strict=True)
-        ]
         return results, sum(g.routing.numel() for g in generations)
+
+    def result(self, job: Message, g: Generation, segments: dict[str, PayloadSegment] | Exception) -> Message:
+        if isinstance(segments, Exception):
+            raise segments
+        return {
+            "job": job["job"],
+            "tokens": g.tokens.numpy(),
+            "mask": g.mask.numpy(),
+            "logprobs": g.logprobs.numpy(),
+            "payload": [list(segment) for segment in msgspec.to_builtins(list(segments.values()))],
+            "version": self.version,
+            "lineage": self.lineage.id,
+        }
 
 
 async def work(run: Path, socket: Path, name: str) -> None:

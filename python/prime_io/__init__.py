@@ -1,0 +1,102 @@
+"""prime-io: payload I/O for asynchronous RL post-training.
+
+Heavy per-token tensors stay in files; segments (handles) move through the orchestrator; the trainer reads the
+bytes once. A run killed at any moment loses no checkpointed work, trains nothing twice, and never meets a
+missing file. `docs/design.md` has the formats, protocols and rules.
+"""
+
+from ._native import CorruptPayloadError
+from .checkpoint import (
+    CheckpointManager,
+    CorruptCheckpointError,
+    LineageLeftError,
+    Pins,
+    SaveReport,
+    Snapshot,
+)
+from .columns import load_batch
+from .dispatcher import Dispatcher, Rollout
+from .exchange import Exchange
+from .lineage import Lineage, prepare_resume
+from .orchestrator import Orchestrator
+from .restore import RestoreReport
+from .resume import Ledger, missing_rollouts, pin_set, survivors
+from .scoring import grpo, rewards_only
+from .segment import FieldSpec, PayloadSegment, clip, coalesce, covers, files, shift
+from .sink import TrainSink
+from .source import Environment, TrainSource
+from .state import decode_state, encode_state
+from .store import Gather, PayloadStore, Probe, Ragged, SweepReport
+from .types import (
+    Episode,
+    GroupCancellation,
+    OpenGroup,
+    Policy,
+    PolicySpan,
+    Progress,
+    QueuedTrace,
+    Sample,
+    ScoredGroup,
+    StoredEpisode,
+    StoredSample,
+    StoredTrace,
+    TaskRequest,
+    Trace,
+    TrainBatch,
+)
+
+__all__ = [
+    "CheckpointManager",
+    "CorruptCheckpointError",
+    "CorruptPayloadError",
+    "Dispatcher",
+    "Environment",
+    "Episode",
+    "Exchange",
+    "FieldSpec",
+    "Gather",
+    "GroupCancellation",
+    "Ledger",
+    "Lineage",
+    "LineageLeftError",
+    "OpenGroup",
+    "Orchestrator",
+    "PayloadSegment",
+    "PayloadStore",
+    "Pins",
+    "Policy",
+    "PolicySpan",
+    "Probe",
+    "Progress",
+    "QueuedTrace",
+    "Ragged",
+    "RestoreReport",
+    "Rollout",
+    "Sample",
+    "SaveReport",
+    "ScoredGroup",
+    "Snapshot",
+    "StoredEpisode",
+    "StoredSample",
+    "StoredTrace",
+    "SweepReport",
+    "TaskRequest",
+    "Trace",
+    "TrainBatch",
+    "TrainSink",
+    "TrainSource",
+    "clip",
+    "coalesce",
+    "covers",
+    "decode_state",
+    "encode_state",
+    "files",
+    "grpo",
+    "load_batch",
+    "missing_rollouts",
+    "pin_set",
+    "prepare_resume",
+    "rewards_only",
+    "shift",
+    "survivors",
+]

@@ -184,6 +184,12 @@ class CheckpointManager:
         self._finish(commit, step, name, manifest)
         return self._steps.path / f"step_{step}" / name
 
+    def new_component_dir(self) -> Path:
+        """A fresh directory to write a component into, for `commit_component`; a leftover if the writer dies."""
+        directory = self.run_dir / _native.temporary_name()
+        directory.mkdir()
+        return directory
+
     async def apply_retention(self) -> RetentionReport:
         """Remove the checkpoints that need not stay, off the event loop. For the orchestrator alone, at each
         save and acknowledgement. What cannot be read stops it before anything is removed."""
@@ -229,6 +235,22 @@ class CheckpointManager:
             root = _native.Root(str(where))
             verify_files(root, where, read_manifest(root, "", where, kind=Manifest))
         return where
+
+    def unpinned_files(self) -> set[str]:
+        """Payload files that a checkpoint names without holding a name of its own on them (`pin="skip"`).
+
+        Those of every step directory, visible or not: a sweep must spare them. A manifest that cannot be read
+        raises, so that nothing is swept because of it.
+        """
+        files: set[str] = set()
+        for step in self._steps.look().values():
+            for error in step.damaged.values():
+                raise error
+            if ORCHESTRATOR in step.stamps:
+                where = self._steps.path / step.name / ORCHESTRATOR
+                manifest = read_manifest(_native.Root(str(where)), "", where, kind=Manifest)
+                files.update(file for file, pin in manifest.pins.items() if pin.how == "skip")
+        return files
 
     def load(
         self, step: int | None = None, *, store: PayloadStore, path: str | Path | None = None

@@ -104,7 +104,9 @@ def _stored(t: int, s: int, sample: Sample, segments: Mapping[str, PayloadSegmen
     return StoredSample(
         n_tokens=len(sample.token_ids),
         columns={
-            name.removeprefix(prefix): segment for name, segment in segments.items() if name.startswith(prefix)
+            name.removeprefix(prefix): segment
+            for name, segment in segments.items()
+            if name.startswith(prefix)
         },
         payload=list(sample.payload),
         scalars=dict(sample.scalars),

@@ -178,7 +178,9 @@ class Dispatcher:
     def forget_consumed_group(self, group_id: str) -> None:
         """The sink consumed the last result of a group."""
         known = self._groups.pop(group_id, None)
-        assert known is None or (not known.running and not known.waiting), f"{group_id} still has rollouts to come"
+        assert known is None or (not known.running and not known.waiting), (
+            f"{group_id} still has rollouts to come"
+        )
 
     def oldest_version(self) -> int | None:
         """The least dispatch version of all that is in flight or emitted: its files may still be needed."""

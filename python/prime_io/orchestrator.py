@@ -144,7 +144,7 @@ class Orchestrator:
         finally:
             self.sink.release(held)
         self._on_event("saved", {"step": snapshot.step, "committed": report is not None})
-        await asyncio.to_thread(self._manager.apply_retention)
+        await self._manager.apply_retention()
 
     async def restore(self, step: int) -> RestoreReport:
         """Go on from complete step `step`: state, then payload files, then a sweep of what nobody needs.
@@ -288,7 +288,7 @@ class Orchestrator:
                 self.sink.trained(trained)
                 self._on_event("trained", {"step": trained})
                 self._wake.set()
-                await asyncio.to_thread(self._manager.apply_retention)
+                await self._manager.apply_retention()
             await asyncio.sleep(self._poll_s)
 
     def _look(self) -> tuple[int | None, int | None]:

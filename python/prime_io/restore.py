@@ -60,7 +60,9 @@ class RestoreReport(msgspec.Struct):
 
     def __str__(self) -> str:
         """Only the outcomes that happened, in one line."""
-        return ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in msgspec.structs.asdict(self).items() if n)
+        return ", ".join(
+            f"{n} {name.replace('_', ' ')}" for name, n in msgspec.structs.asdict(self).items() if n
+        )
 
 
 class Restored(msgspec.Struct):

@@ -196,7 +196,9 @@ class TrainSink:
             stored = columns.spill(_without_traces(episode, str(error)), store=self.store)
         except OSError as error:
             # The member is asked for again, under the same group.
-            log.warning("spilling episode %s failed and its rollout is asked for again: %s", episode.id, error)
+            log.warning(
+                "spilling episode %s failed and its rollout is asked for again: %s", episode.id, error
+            )
             self.counters["spill_failed"] += 1
             self.requests.append(self._ask_again(episode.group_id, group, 1))
             return None
@@ -333,9 +335,7 @@ class TrainSink:
             self.on_consumed(group_id)
 
     def _stale(self, work: StoredEpisode | QueuedTrace) -> bool:
-        return is_stale(
-            work.policy, step=self.progress.step, max_off_policy_steps=self._max_off_policy_steps
-        )
+        return is_stale(work.policy, step=self.progress.step, max_off_policy_steps=self._max_off_policy_steps)
 
     # -- out --------------------------------------------------------------------------------------------------
 
@@ -444,9 +444,7 @@ class TrainSink:
             self._spawn(self._unlink(free))
 
     async def _unlink(self, files: Sequence[str]) -> None:
-        for file, result in zip(
-            files, await asyncio.to_thread(self.store.reclaim, files), strict=True
-        ):
+        for file, result in zip(files, await asyncio.to_thread(self.store.reclaim, files), strict=True):
             if isinstance(result, Exception):
                 self.counters["reclaim_failed"] += 1
                 log.warning("reclaiming %s failed; a later sweep takes it: %s", file, result)

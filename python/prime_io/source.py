@@ -37,7 +37,9 @@ class TrainSource:
     def __init__(self, *, envs: Iterable[Environment], seed: int) -> None:
         self.envs = {env.name: env for env in envs}
         if not self.envs or any(not env.tasks or env.group_size < 1 for env in self.envs.values()):
-            raise ValueError("TrainSource needs at least one environment, each with tasks and a group_size >= 1")
+            raise ValueError(
+                "TrainSource needs at least one environment, each with tasks and a group_size >= 1"
+            )
         self.resumed: deque[TaskRequest] = deque()
         self._seed = seed
         self._rng = random.Random(f"{seed}/environments")
@@ -47,9 +49,9 @@ class TrainSource:
         """The next request; a new group's id is `<env>-<how many were drawn before>`."""
         if self.resumed:
             return self.resumed.popleft()
-        env = self._rng.choices(
-            list(self.envs.values()), weights=[env.weight for env in self.envs.values()]
-        )[0]
+        env = self._rng.choices(list(self.envs.values()), weights=[env.weight for env in self.envs.values()])[
+            0
+        ]
         n = self._drawn[env.name]
         self._drawn[env.name] += 1
         epoch, cursor = divmod(n, len(env.tasks))

@@ -42,6 +42,7 @@ Valid = npt.NDArray[np.bool_]
 GRACE_S: Final = 3600.0
 """How long a sweep spares what a process that is alive may still be writing or handing over, in seconds."""
 
+_ANSWERS: Final = (0, errno.ENOENT, errno.ENODATA, errno.EINVAL)
 _NAME: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,200}(/(?!\.)[A-Za-z0-9._-]{1,200})*")
 _VERSION: Final = re.compile(r"v(0|[1-9][0-9]*)/")
 
@@ -56,6 +57,13 @@ class Probe(NamedTuple):
     errno: npt.NDArray[np.int32]
     """int32[n]: 0, or why not: ENOENT missing, ENODATA too short, EINVAL no regular file or no valid name or
     segment. Anything else (EACCES, EIO, ELOOP, ESTALE) is an error: the file may well be there."""
+
+    def raise_errors(self, asked: Sequence[str | PayloadSegment]) -> None:
+        """Raise the first error that is no answer; `asked` is what was probed, for its name."""
+        for i in np.flatnonzero(~np.isin(self.errno, _ANSWERS)).tolist():
+            item, code = asked[i], int(self.errno[i])
+            name = item if isinstance(item, str) else item.file
+            raise OSError(code, f"probe: {os.strerror(code)}; whether the file is there is not known", name)
 
 
 class Ragged(NamedTuple):
@@ -249,6 +257,29 @@ class PayloadStore:
         if isinstance(result, Exception):
             raise result
         return result[0]
+
+    def read_many(self, segments: Iterable[PayloadSegment], *, verify: bool = False) -> list[Array]:
+        """All rows of each segment, in one crossing; the first exception that any of them met is raised."""
+        requests = [
+            Gather(segments=[msgspec.structs.replace(s, pos=0)], field=s.field, lo=0, hi=max(s.rows, 0))
+            for s in segments
+        ]
+        arrays = []
+        for result in self.gather_many(requests, verify=verify):
+            if isinstance(result, Exception):
+                raise result
+            arrays.append(result[0])
+        return arrays
+
+    def checksums(self, files: Sequence[str]) -> list[frozenset[str]]:
+        """The checksums of each file's tensors by its header, in one crossing; empty if it is gone or torn."""
+        found = []
+        for result in self.native.header(files):
+            if isinstance(result, OSError) and not isinstance(result, FileNotFoundError):
+                raise result
+            tensors = [] if isinstance(result, Exception) else result[1]
+            found.append(frozenset(tensor[5] for tensor in tensors if tensor[5]))
+        return found
 
     def gather(
         self,
