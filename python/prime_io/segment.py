@@ -216,17 +216,17 @@ def shift(
     out: list[PayloadSegment] = []
     for s in segments:
         role = roles[s.field]
+        check(s, negative_pos=role == "values")
         if role == "free" or not delta:
             out.append(s)
             continue
-        if s.pos + delta < 0 and role == "rows":
+        pos = s.pos + delta
+        if (pos < 0 and role == "rows") or not -_MAX <= pos <= _MAX - s.rows:
             raise ValueError(
-                f"segment of {s.field!r} in {s.file!r}: pos {s.pos} shifted by {delta} is below 0; "
+                f"segment of {s.field!r} in {s.file!r}: pos {s.pos} shifted by {delta} is not in [0, 2**63); "
                 f"clip the segments to the tokens that stay first"
             )
-        moved = _part(s, s.offset, s.pos + delta, s.rows)
-        check(moved, negative_pos=role == "values")
-        out.append(moved)
+        out.append(_part(s, s.offset, pos, s.rows))
     return out
 
 
@@ -478,7 +478,7 @@ def _check_range(lo: int, hi: int) -> None:
 
 
 def _dtype_problem(dtype: object) -> str:
-    if isinstance(dtype, str) and dtype[:1] in ">!":
+    if isinstance(dtype, str) and dtype.startswith((">", "!")):
         return (
             f"dtype {dtype!r} is big-endian; payloads are little-endian, convert with .astype('<...') first"
         )
