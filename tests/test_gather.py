@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from prime_io.segment import FieldSpec, PayloadSegment, clip, end_to_end, result_layout, shift
 from prime_io.store import Gather, PayloadStore
 from prime_io.tensors import as_torch
@@ -166,7 +165,7 @@ def test_scalars_and_zero_rows(store):
 
 
 def test_without_segments_out_says_the_shape(store):
-    """Promise: a field that a sample lacks is filled where the batch has a place for it, else one clear error."""
+    """Promise: a field that a sample lacks is filled where `out` has a place for it, else one error."""
     out = np.ones((3, 2), np.uint16)
     rows, valid = store.gather([], "x", 4, 7, out=out, fill="spread")
     assert out.tolist() == [[0, 1]] * 3 and not valid.any() and np.shares_memory(rows, out)
@@ -190,7 +189,7 @@ def test_fills_that_do_not_fit_are_refused(store):
 
 
 def test_bad_destinations_are_refused(store):
-    """Promise: read-only, strided, short, narrow and wrongly typed destinations are ValueErrors that say so."""
+    """Promise: read-only, strided, short, narrow or wrongly typed destinations are refused and told why."""
     s = store.write({"x": np.ones((4, 2), np.uint16)}, version=0)["x"]
     frozen = np.zeros((4, 2), np.uint16)
     frozen.flags.writeable = False

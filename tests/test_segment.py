@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
@@ -11,7 +12,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from prime_io import segment as sg
 from prime_io.segment import FieldSpec, PayloadSegment
 
@@ -128,7 +128,7 @@ def test_coalesce_joins_what_clip_cut(cuts):
     """Promise: the parts of a segment, one after the other, are the segment again."""
     whole = seg(rows=10)
     cuts = sorted({0, 10, *cuts})
-    parts = [p for lo, hi in zip(cuts, cuts[1:], strict=False) for p in sg.clip([whole], lo, hi)]
+    parts = [p for lo, hi in itertools.pairwise(cuts) for p in sg.clip([whole], lo, hi)]
     assert sg.coalesce(parts) == [whole]
     assert sg.coalesce([seg(checksum="c"), seg(offset=4096 + 10 * ROW, pos=10, checksum="d")]) != [
         seg(rows=20)

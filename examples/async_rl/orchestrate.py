@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-
 from prime_io import (
     CheckpointManager,
     Dispatcher,

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save, save_file
-from torch import Tensor
-
 from prime_io import (
     CheckpointManager,
     Exchange,
@@ -22,6 +19,8 @@ from prime_io import (
     TrainBatch,
     load_batch,
 )
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
 
 from . import task
 from .events import EventLog

@@ -70,7 +70,7 @@ class Dispatcher:
         self._emitted: deque[Episode | GroupCancellation] = deque()
         self._arrived = asyncio.Event()
 
-    # -- dispatch ---------------------------------------------------------------------------------------------
+    # -- dispatch
 
     @property
     def inflight(self) -> int:
@@ -143,7 +143,7 @@ class Dispatcher:
         self._groups[rollout.group_id].running -= 1
         self._emit(task.result())
 
-    # -- results ----------------------------------------------------------------------------------------------
+    # -- results
 
     def _emit(self, result: Episode | GroupCancellation) -> None:
         self._emitted.append(result)
@@ -188,7 +188,7 @@ class Dispatcher:
         versions += [e.dispatch_version for e in self._emitted if isinstance(e, Episode)]
         return min(versions, default=None)
 
-    # -- cancellation -----------------------------------------------------------------------------------------
+    # -- cancellation
 
     def on_version_pending(self, version: int) -> None:
         """Weights `version` are coming: rollouts in flight that are stale for the next batch are cancelled.

@@ -26,7 +26,7 @@ class Exchange:
         self.lineage = lineage
         self._root = _native.Root(str(lineage.directory), create=True)
 
-    # -- orchestrator -----------------------------------------------------------------------------------------
+    # -- orchestrator
 
     def publish_batch(self, batch: TrainBatch) -> None:
         """Publish a batch for the readers. FileExistsError if this lineage published that step before."""
@@ -55,7 +55,7 @@ class Exchange:
             if version < before:
                 self._root.remove(f"weights/v{version}")
 
-    # -- readers ----------------------------------------------------------------------------------------------
+    # -- readers
 
     def read_batch(self, step: int) -> TrainBatch | None:
         """Batch `step`, None if it is not there yet. ValueError if the file is not one of this lineage."""
@@ -82,7 +82,7 @@ class Exchange:
         except FileNotFoundError:
             return None
 
-    # -- weights ----------------------------------------------------------------------------------------------
+    # -- weights
 
     def publish_weights(self, version: int, files: Mapping[str, bytes]) -> None:
         """Publish `weights/v<version>` as a directory of these files, complete from its first moment."""

@@ -17,8 +17,8 @@ import msgspec
 from .checkpoint import CheckpointManager, Snapshot
 from .dispatcher import Dispatcher
 from .exchange import Exchange
-from .resume import pin_set
 from .restore import RestoreReport
+from .resume import pin_set
 from .sink import TrainSink
 from .source import TrainSource
 from .state import decode_state, encode_state
@@ -97,7 +97,7 @@ class Orchestrator:
         sink.on_consumed = dispatcher.forget_consumed_group
         sink.on_drop = lambda reason, traces: on_event("dropped", {"reason": reason, "traces": list(traces)})
 
-    # -- checkpoint -------------------------------------------------------------------------------------------
+    # -- checkpoint
 
     def snapshot_state(self) -> Snapshot:
         """The cut: everything of one instant; no await, no I/O."""
@@ -197,7 +197,7 @@ class Orchestrator:
         )
         return min(version for version in known if version is not None)
 
-    # -- the loop ---------------------------------------------------------------------------------------------
+    # -- the loop
 
     def stop(self) -> None:
         """Finish in order: ship nothing more, save this point, tell the readers. For SIGTERM; returns at once."""

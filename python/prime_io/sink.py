@@ -111,7 +111,7 @@ class TrainSink:
         self._background: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
 
-    # -- in ---------------------------------------------------------------------------------------------------
+    # -- in
 
     async def add(self, episode: Episode) -> None:
         """Take a finished episode: spill its arrays, and score its group if it was the last member.
@@ -245,7 +245,7 @@ class TrainSink:
             advantages=advantages[:limit] if isinstance(advantages, np.ndarray) else advantages,
         )
 
-    # -- scoring ----------------------------------------------------------------------------------------------
+    # -- scoring
 
     async def _score(self, group_id: str, group: _Group) -> None:
         """Score a complete group. Computes first; then, without an await: result, queue, forget."""
@@ -337,7 +337,7 @@ class TrainSink:
     def _stale(self, work: StoredEpisode | QueuedTrace) -> bool:
         return is_stale(work.policy, step=self.progress.step, max_off_policy_steps=self._max_off_policy_steps)
 
-    # -- out --------------------------------------------------------------------------------------------------
+    # -- out
 
     @property
     def queued(self) -> int:
@@ -426,7 +426,7 @@ class TrainSink:
         if trace_ids and self.on_drop is not None:
             self.on_drop(reason, trace_ids)
 
-    # -- files ------------------------------------------------------------------------------------------------
+    # -- files
 
     def discard(self, segments: Iterable[PayloadSegment]) -> None:
         """Reclaim the files of work that nobody takes (a late result), unless somebody holds them."""
@@ -489,7 +489,7 @@ class TrainSink:
         self._reclaim()
         await self.drain()
 
-    # -- state ------------------------------------------------------------------------------------------------
+    # -- state
 
     def work(self) -> Iterator[QueuedTrace | StoredEpisode]:
         """Everything a snapshot has to pin: queued traces and members of open groups."""

@@ -1,0 +1,155 @@
+"""`make demo`: start a run, kill all of it with SIGKILL at a hard moment, resume it, judge it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+from prime_io import Lineage, prepare_resume
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .events import EventReader
+from .judge import Moment, Verdict, judge
+from .life import Life
+from .settings import Settings
+
+THRESHOLD = 0.75
+"""Held-out greedy reward that the full demo has to reach."""
+
+SHORT = {
+    "steps": 9,
+    "batch_size": 16,
+    "max_inflight": 32,
+    "group_size": 4,
+    "checkpoint_every": 2,
+    "workers": 1,
+    "warm_start_steps": 60,
+    "held_out": 32,
+}
+
+
+class Demo:
+    def __init__(self, run: Path, settings: Settings, console: Console) -> None:
+        self.run_dir, self.settings, self.console = run, settings, console
+        self.events = EventReader(run)
+        self.lives: list[Lineage] = []
+        chance = random.Random(f"kill/{settings.seed}")
+        self.not_before = chance.randint(settings.checkpoint_every, max(settings.steps // 2, 1))
+        self.pause_s = chance.random() * 0.5
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self.task = self.bar.add_task("starting", total=settings.steps)
+
+    def first_life(self) -> Moment:
+        """Run until a moment that is hard to survive, then kill everything."""
+        self.lives.append(prepare_resume(self.run_dir, None))
+        life = Life(self.run_dir, self.settings, 1)
+        try:
+            while life.running():
+                self.show("training")
+                moment = Moment.look(self.run_dir, self.lives[0], self.events)
+                if moment and moment.step >= self.not_before and not moment.lacks(self.settings):
+                    time.sleep(self.pause_s)
+                    break
+                time.sleep(0.1)
+            else:
+                raise SystemExit(
+                    "the run ended before a moment came that was hard enough to kill it at; try another --seed"
+                )
+        finally:
+            life.close()
+        self.show("killed")
+        moment = Moment.look(self.run_dir, self.lives[0], self.events)
+        assert moment is not None
+        lacks = moment.lacks(self.settings)
+        if lacks:
+            raise SystemExit(f"the kill came too late to prove anything ({', '.join(lacks)}); try another --seed")
+        return moment
+
+    def second_life(self, moment: Moment) -> None:
+        """Resume from the newest complete step and run to the end."""
+        self.lives.append(prepare_resume(self.run_dir, moment.step))
+        life = Life(self.run_dir, self.settings, 2)
+        try:
+            while life.running():
+                self.show("resumed")
+                time.sleep(0.1)
+            self.show("done")
+        finally:
+            life.close()
+
+    def show(self, what: str) -> None:
+        self.events.poll()
+        step = max((e["step"] for e in self.events.of("trained_batch", self.lives[-1].id)), default=None)
+        if step is None:
+            self.bar.update(self.task, description=f"{what} (processes start)")
+        else:
+            self.bar.update(self.task, description=what, completed=step)
+
+    def judge(self, moment: Moment, expected_missing: set[str], *, threshold: float | None) -> Verdict:
+        return judge(
+            self.run_dir,
+            self.settings,
+            self.events,
+            self.lives,
+            moment,
+            expected_missing,
+            threshold=threshold,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m examples.async_rl", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pin", choices=("link", "copy", "skip"), default="link")
+    parser.add_argument("--run", type=Path, help="a directory for the run; kept. Default: a temporary one")
+    parser.add_argument("--short", action="store_true", help="a few steps, no reward threshold")
+    args = parser.parse_args()
+    settings = Settings(seed=args.seed, pin=args.pin)
+    if args.short:
+        settings = msgspec.structs.replace(settings, **SHORT)
+    run = args.run or Path(tempfile.mkdtemp(prefix="prime-io-demo-run-"))
+    run.mkdir(parents=True, exist_ok=True)
+    settings.save(run)
+    console = Console()
+    began = time.monotonic()
+    os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
+    demo = Demo(run, settings, console)
+    with demo.bar:
+        moment = demo.first_life()
+        expected_missing = moment.unpinned_and_gone(run)
+        demo.second_life(moment)
+    verdict = demo.judge(moment, expected_missing, threshold=None if args.short else THRESHOLD)
+    verdict.row("wall time", f"{time.monotonic() - began:.0f} s")
+    table = Table(title=f"seed {settings.seed}, pin={settings.pin}", show_header=False)
+    for name, value in verdict.rows:
+        table.add_row(name, value)
+    console.print(table)
+    for promise in verdict.broken:
+        console.print(f"[red]broken:[/] {promise}")
+    if verdict.broken:
+        console.print(f"the run is kept in {run}")
+        return 1
+    console.print("every invariant held")
+    if args.run is None:
+        shutil.rmtree(run)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
