@@ -167,12 +167,13 @@ class CheckpointManager:
     def commit_component(self, step: int, name: str, directory: str | Path) -> Path:
         """Commit `directory` (same filesystem) as component `name` of `step`: fsynced, hashed, stamped with
         the lineage, moved into place by one rename. Returns its path. For the trainer, once its files are
-        written. FileExistsError if a visible one is there."""
+        written. FileExistsError if a visible one is there; LineageLeftError as for `save`."""
         if name not in self.components or self.components[name] is not None:
             ours = [known for known, predicate in self.components.items() if predicate is None]
             raise ValueError(
                 f"commit step {step}: {name!r} is not a component with a manifest; those are {ours}"
             )
+        self._check_current(step)
         self._make_room(step, name)
         commit = _native.Commit(str(self._steps.path), step, name, adopt=str(directory))
         try:
@@ -271,13 +272,25 @@ class CheckpointManager:
             where = self._steps.path / f"step_{self._choose(step)}" / ORCHESTRATOR
         root = _native.Root(str(where))
         manifest = read_manifest(root, "", where, kind=Manifest)
-        if path is None and manifest.store != store.native.uuid:
+        if path is None and manifest.store != store.uuid:
             raise ValueError(
-                f"load {where}: its payloads belong to store {manifest.store}, not to {store.native.uuid} "
-                f"({store.native.root}); give path= to bring them into this store"
+                f"load {where}: its payloads belong to store {manifest.store}, not to {store.uuid} "
+                f"({store.root}); give path= to bring them into this store"
             )
         state = read_state(root, where, manifest)
         return state, Pins(where / _PAYLOADS, manifest, store, copy=self.pin == "copy")
+
+    def pinned_files(self) -> set[str]:
+        """Every payload file that any checkpoint of the run names: roots of a sweep. Reads all manifests;
+        CorruptCheckpointError for a damaged one, since nobody can say what it named."""
+        files: set[str] = set()
+        for number, step in self._steps.look().items():
+            for error in step.damaged.values():
+                raise error
+            if ORCHESTRATOR in step.stamps:
+                where = self._steps.path / f"step_{number}" / ORCHESTRATOR
+                files.update(read_manifest(_native.Root(str(where)), "", where, kind=Manifest).pins)
+        return files
 
     # --- the work
 
@@ -287,11 +300,7 @@ class CheckpointManager:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _save(self, snapshot: Snapshot, store: PayloadStore) -> SaveReport | None:
-        if not self.lineage.is_current():
-            raise LineageLeftError(
-                f"save step {snapshot.step} of {self.run_dir}: the run has been resumed since, and lineage "
-                f"{self.lineage.id} was left; this process must end"
-            )
+        self._check_current(snapshot.step)
         try:
             self._make_room(snapshot.step, ORCHESTRATOR)
             return self._commit(snapshot, store)
@@ -323,7 +332,7 @@ class CheckpointManager:
                 self._manifest(
                     step,
                     ORCHESTRATOR,
-                    store=store.native.uuid,
+                    store=store.uuid,
                     files=files,
                     missing=pinned.missing,
                     pins=pinned.pins,
@@ -351,6 +360,13 @@ class CheckpointManager:
 
     def _manifest(self, step: int, component: str, **rest: Any) -> Manifest:
         return Manifest(format=FORMAT, lineage=self.lineage.id, step=step, component=component, **rest)
+
+    def _check_current(self, step: int) -> None:
+        if not self.lineage.is_current():
+            raise LineageLeftError(
+                f"save step {step} of {self.run_dir}: the run has been resumed since, and lineage "
+                f"{self.lineage.id} was left; this process must end"
+            )
 
     def _make_room(self, step: int, name: str) -> None:
         stamp = self._steps.find(step, name)

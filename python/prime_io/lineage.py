@@ -175,8 +175,8 @@ def _check(run: Path, step: int | None, old: Lineage | None, steps: Steps) -> No
             )
     elif complete and old:
         raise FileExistsError(
-            f"start {run}: it has complete steps {complete}; resume with prepare_resume(run, {complete[-1]}), "
-            "or start in another directory"
+            f"start {run}: it has complete steps {complete}; resume it with prepare_resume(run, "
+            f"{complete[-1]}), or start in another directory"
         )
     elif old is None and any(view.stamps or view.damaged for view in found.values()):
         raise FileExistsError(

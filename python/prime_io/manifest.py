@@ -127,7 +127,7 @@ def read_manifest(root: _native.Root, directory: str, where: Path, *, kind: type
 
 
 def read_state(root: _native.Root, where: Path, manifest: Manifest) -> dict[str, bytes]:
-    """The state parts of a component. CorruptCheckpointError names a state file that is torn, edited or gone."""
+    """The state parts of a component. CorruptCheckpointError names a torn, edited or lost file."""
     stamp = manifest.files.get(STATE)
     if stamp is None:
         raise CorruptCheckpointError(f"load {where / MANIFEST}: it names no {STATE}")
@@ -143,7 +143,7 @@ def read_state(root: _native.Root, where: Path, manifest: Manifest) -> dict[str,
 
 
 def verify_files(root: _native.Root, where: Path, manifest: Manifest) -> None:
-    """Read every state file of a component again. CorruptCheckpointError names one that is not as committed."""
+    """Read every state file of a component again. CorruptCheckpointError names the first bad one."""
     names = list(manifest.files)
     for name, found in zip(names, root.hash(names), strict=True):
         if isinstance(found, FileNotFoundError):

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 PinMode = Literal["link", "copy", "skip"]
 
+# What an fdatasync that failed leaves behind is unknown, and a second one says it is fine.
+_LOST = frozenset(
+    {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT}
+)
+
 
 class Pins:
     """The payload files of a loaded checkpoint."""
@@ -52,7 +57,7 @@ class Pins:
         wanted = list(dict.fromkeys(files))
         known = [file for file in wanted if file in self._pins]
         asked = [(file, self._pins[file].size, self._pins[file].checksums) for file in known]
-        results = self._store.native.link_back(str(self._directory), asked, copy=self._copy)
+        results = self._store.link_back(self._directory, asked, copy=self._copy)
         answers: dict[str, str | Exception] = dict(zip(known, results, strict=True))
         for file in wanted:
             if file not in answers:
@@ -85,34 +90,30 @@ def pin_all(
 ) -> PinResult:
     """Pin every file that `segments` and `spills` name, each once, in one batch per way of pinning.
 
-    Spill files are linked (else copied) in every mode: without them the work itself would be lost. Files in
-    `lost` could not be made durable by an earlier save and count as missing; new ones are added (a second
-    fsync of the same file would succeed and lie).
+    Spill files are linked (else copied) in every mode: without them the work itself would be lost. A file
+    whose bytes could not be made durable goes to `lost` and counts as missing, now and in later saves: to
+    fsync it again would succeed and lie.
     """
     spilled = _by_file(spills)
     payloads = {file: sums for file, sums in _by_file(segments).items() if file not in spilled}
     result = PinResult()
-    failed: OSError | None = None
-    for sums, how in ((spilled, "link"), (payloads, mode)):
-        result.missing += [file for file in sums if file in lost]
+    modes: tuple[PinMode, PinMode] = ("link", mode)
+    for sums, how in zip((spilled, payloads), modes, strict=True):
         files = [file for file in sums if file not in lost]
+        result.missing += [file for file in sums if file in lost]
+        if how == "link":
+            files = _sync(store, files, result.missing, lost)
         answers = _sizes(store, files) if how == "skip" else _pin(commit, store, files, copy=how == "copy")
         for part in in_slices(list(zip(files, answers, strict=True))):
             for file, answer in part:
                 if isinstance(answer, FileNotFoundError):
                     result.missing.append(file)
                 elif isinstance(answer, Exception):
-                    if not isinstance(answer, OSError):
-                        raise answer
-                    failed = failed or answer
-                    if how != "skip" and not store.is_durable(file):
-                        lost.add(file)
+                    raise answer
                 else:
                     size, done = answer
                     result.copied += done == "copy"
                     result.pins[file] = Pin(size, sorted(sums[file]), done)
-    if failed is not None:
-        raise failed
     return result
 
 
@@ -145,12 +146,28 @@ def _by_file(segments: Sequence[PayloadSegment]) -> dict[str, set[str]]:
     return sums
 
 
+def _sync(store: PayloadStore, files: list[str], missing: list[str], lost: set[str]) -> list[str]:
+    """Make the bytes of `files` durable; returns those for which it worked."""
+    good: list[str] = []
+    for part in in_slices(list(zip(files, store.sync(files), strict=True))):
+        for file, error in part:
+            if error is None:
+                good.append(file)
+                continue
+            if not isinstance(error, FileNotFoundError):
+                if error.errno not in _LOST:
+                    raise error
+                lost.add(file)
+                log.error("%s; its bytes count as lost, and no checkpoint holds them", error)
+            missing.append(file)
+    return good
+
+
 def _pin(
     commit: _native.Commit, store: PayloadStore, files: list[str], *, copy: bool
 ) -> list[tuple[int, How] | Exception]:
-    asked = [(file, store.is_durable(file)) for part in in_slices(files) for file in part]
     answers: list[tuple[int, How] | Exception] = []
-    for answer in commit.pin(store.native, asked, copy=copy):
+    for answer in commit.pin(store.native, [(file, True) for file in files], copy=copy):
         if isinstance(answer, Exception):
             answers.append(answer)
         else:

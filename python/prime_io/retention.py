@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prime_io import _native
@@ -27,7 +27,9 @@ def choose(
     complete = sorted(number for number, step in steps.items() if step.complete)
     if not complete:
         return []
-    kept: Collection[int] = set(complete[-keep_last:]) | {resumed_from}
+    kept = set(complete[-keep_last:])
+    if resumed_from is not None:
+        kept.add(resumed_from)
     return [
         number
         for number, step in sorted(steps.items())

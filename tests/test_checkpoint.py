@@ -1,0 +1,682 @@
+"""Checkpoints: what is loaded is what was saved, or an error that names the file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prime_io import _native
+from prime_io.checkpoint import CheckpointManager, CorruptCheckpointError, Snapshot
+from prime_io.lineage import Lineage, prepare_resume
+from prime_io.manifest import Manifest, Pin, seal, unseal
+from prime_io.store import PayloadStore
+from runs import both, payload, save, straggle, trainer, tree
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    prepare_resume(tmp_path / "run", None)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def store(run: Path) -> Iterator[PayloadStore]:
+    with PayloadStore(run / "payloads", owner=True) as opened:
+        yield opened
+
+
+@pytest.fixture
+def manager(run: Path) -> CheckpointManager:
+    return CheckpointManager(run_dir=run, on_save_error="raise")
+
+
+def test_round_trip(manager: CheckpointManager, store: PayloadStore) -> None:
+    """DESIGN 7: a complete step gives back its state parts and names its pins and the missing."""
+    kept, gone = payload(store, 1), payload(store, 2)
+    store.reclaim([gone.file])
+    report = save(manager, store, 3, [kept, gone, kept], state={"a": b"1", "b": b""})
+    assert report is not None
+    assert (report.step, report.pinned, report.copied, report.missing) == (3, 1, 0, (gone.file,))
+    assert manager.latest() is None
+    with pytest.raises(FileNotFoundError, match="no complete step"):
+        manager.load(store=store)
+    trainer(manager, 3)
+    state, pins = manager.load(store=store)
+    assert state == {"a": b"1", "b": b""}
+    assert (pins.step, pins.files, pins.missing) == (3, (kept.file,), (gone.file,))
+    assert manager.component_path(3, "trainer", verify=True).joinpath("rank_0.bin").read_bytes() == b"weights"
+
+
+def test_pins_outlive_the_payloads(manager: CheckpointManager, store: PayloadStore) -> None:
+    """Rule 3: payloads that were trained and reclaimed after the cut come back from their pins."""
+    segments = [payload(store, n, version=n) for n in range(5)]
+    both(manager, store, 1, segments=segments)
+    store.reclaim([s.file for s in segments[:3]])
+    _, pins = manager.load(store=store)
+    answers = pins.link_back([s.file for s in segments] + ["v0/no.safetensors"])
+    assert [answers[s.file] for s in segments] == ["linked"] * 3 + ["present"] * 2
+    assert isinstance(answers["v0/no.safetensors"], FileNotFoundError)
+    for n, segment in enumerate(segments):
+        assert np.array_equal(store.read(segment, verify=True), np.full((8, 4), n, np.uint8))
+    # The trainer may consume them again: the pins stay.
+    store.reclaim([s.file for s in segments])
+    assert set(pins.link_back([s.file for s in segments]).values()) == {"linked"}
+
+
+def test_a_bad_pin_is_an_answer_for_its_file(manager: CheckpointManager, store: PayloadStore) -> None:
+    """Rule 3: a pin that is short, of other content or gone is reported for that file alone."""
+    segments = [payload(store, n) for n in range(4)]
+    both(manager, store, 1, segments=segments)
+    store.reclaim([s.file for s in segments])
+    held = manager.component_path(1, "orchestrator") / "payloads"
+    short, other, gone, good = (s.file for s in segments)
+    os.truncate(held / short, (held / short).stat().st_size - 1)
+    other_segment = payload(store, 99)
+    os.unlink(held / other)
+    os.link(Path(store.root) / other_segment.file, held / other)
+    os.unlink(held / gone)
+    answers = manager.load(store=store)[1].link_back([short, other, gone, good])
+    assert isinstance(answers[short], _native.CorruptPayloadError)
+    assert isinstance(answers[other], _native.CorruptPayloadError)
+    assert isinstance(answers[gone], FileNotFoundError)
+    assert answers[good] == "linked"
+    assert not any((Path(store.root) / file).exists() for file in (short, other, gone))
+
+
+def test_something_else_under_the_name_is_replaced(manager: CheckpointManager, store: PayloadStore) -> None:
+    """Rule 3: what is there but is not the pinned payload is replaced by the pin."""
+    segment = payload(store, 1)
+    both(manager, store, 1, segments=[segment])
+    path = Path(store.root) / segment.file
+    path.unlink()
+    path.write_bytes(b"something else")
+    assert manager.load(store=store)[1].link_back([segment.file]) == {segment.file: "replaced"}
+    assert store.read(segment, verify=True)[0, 0] == 1
+
+
+@pytest.mark.parametrize("name", ["orchestrator/state.msgpack", "orchestrator/manifest.json"])
+@pytest.mark.parametrize(
+    "damage", ["flip first", "flip middle", "flip last", "cut", "longer", "empty", "gone"]
+)
+def test_damage_is_an_error_that_names_the_file(
+    manager: CheckpointManager, store: PayloadStore, name: str, damage: str
+) -> None:
+    """DESIGN 7: a torn, edited or missing state file or manifest is an error that names it."""
+    both(manager, store, 1, 2, segments=[payload(store, 1)])
+    path = manager.run_dir / "checkpoints/step_2" / name
+    data = bytearray(path.read_bytes())
+    if damage.startswith("flip"):
+        at = {"first": 0, "middle": len(data) // 2, "last": len(data) - 1}[damage.split()[1]]
+        data[at] ^= 1
+    path.unlink()
+    if damage != "gone":
+        body = {"cut": data[:-1], "longer": data + b"x", "empty": b""}.get(damage, data)
+        path.write_bytes(body)
+    fresh = CheckpointManager(run_dir=manager.run_dir)
+    with pytest.raises(CorruptCheckpointError) as error:
+        fresh.load(2, store=store)
+    assert str(path) in str(error.value)
+    assert fresh.load(1, store=store)[0] == {"progress": b"1"}
+
+
+def test_every_edited_byte_of_a_manifest_is_seen(manager: CheckpointManager, store: PayloadStore) -> None:
+    """A manifest with any one byte changed is refused: its numbers and names are never half right."""
+    both(manager, store, 1, segments=[payload(store, 1)])
+    data = (manager.run_dir / "checkpoints/step_1/orchestrator/manifest.json").read_bytes()
+    assert unseal(data, "m", kind=Manifest).step == 1
+    for at in range(len(data)):
+        for flip in (1, 32, 128):
+            edited = bytearray(data)
+            edited[at] ^= flip
+            with pytest.raises(ValueError, match="m: "):
+                unseal(bytes(edited), "m", kind=Manifest)
+
+
+def test_a_damaged_newest_step_is_told(
+    manager: CheckpointManager, store: PayloadStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """latest() falls back to the newest undamaged step and says why, naming the file."""
+    both(manager, store, 1, 2)
+    path = manager.run_dir / "checkpoints/step_2/trainer/manifest.json"
+    path.write_bytes(path.read_bytes()[:-4])
+    fresh = CheckpointManager(run_dir=manager.run_dir)
+    assert fresh.latest() == 1
+    assert str(path) in caplog.text
+
+
+def test_a_newer_format_is_not_skipped(manager: CheckpointManager, store: PayloadStore) -> None:
+    """A checkpoint of a newer format is a sentence to act on, not a step that is silently not there."""
+    both(manager, store, 1, 2)
+    path = manager.run_dir / "checkpoints/step_2/orchestrator/manifest.json"
+    path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":2'))
+    fresh = CheckpointManager(run_dir=manager.run_dir)
+    for read in (fresh.latest, lambda: fresh.load(store=store)):
+        with pytest.raises(ValueError, match=r"format 2.*reads format 1.*newer"):
+            read()
+
+
+def test_a_step_copied_under_another_number_is_refused(
+    manager: CheckpointManager, store: PayloadStore
+) -> None:
+    """A manifest of another step is not taken for this one's."""
+    both(manager, store, 1)
+    os.rename(manager.run_dir / "checkpoints/step_1", manager.run_dir / "checkpoints/step_9")
+    fresh = CheckpointManager(run_dir=manager.run_dir)
+    assert fresh.latest() is None
+    with pytest.raises(CorruptCheckpointError, match="it is of step 1"):
+        fresh.load(9, store=store)
+
+
+def test_load_a_step_that_is_not_there(manager: CheckpointManager, store: PayloadStore) -> None:
+    """A step that is not complete lists those that are."""
+    both(manager, store, 1, 2)
+    save(manager, store, 3)
+    for step in (3, 4):
+        with pytest.raises(ValueError, match=r"\[1, 2\]"):
+            manager.load(step, store=store)
+
+
+def test_only_a_newer_complete_step_is_the_latest(manager: CheckpointManager, store: PayloadStore) -> None:
+    """DESIGN 7: with one component committed, by whichever side, a step does not count."""
+    both(manager, store, 1)
+    save(manager, store, 2)
+    trainer(manager, 3)
+    assert manager.latest() == 1 and manager.steps() == [1]
+    trainer(manager, 2)
+    assert manager.latest() == 2
+
+
+def test_another_store_needs_a_path(manager: CheckpointManager, store: PayloadStore, tmp_path: Path) -> None:
+    """DESIGN 7: another store's uuid is an error, and path= brings state and pins into another run."""
+    segments = [payload(store, n) for n in range(3)]
+    both(manager, store, 4, segments=segments)
+    prepare_resume(tmp_path / "other", None)
+    other = CheckpointManager(run_dir=tmp_path / "other")
+    with PayloadStore(tmp_path / "other" / "payloads") as target:
+        with pytest.raises(ValueError, match="path="):
+            manager.load(store=target)
+        with pytest.raises(ValueError, match="either"):
+            other.load(4, store=target, path=manager.run_dir / "checkpoints/step_4")
+        with pytest.raises(FileNotFoundError, match="step_<N>"):
+            other.load(store=target, path=manager.run_dir / "checkpoints")
+        state, pins = other.load(store=target, path=manager.run_dir / "checkpoints/step_4")
+        assert state == {"progress": b"4"}
+        assert set(pins.link_back(pins.files).values()) == {"linked"}
+        assert [int(target.read(s, verify=True)[0, 0]) for s in segments] == [0, 1, 2]
+    assert tree(manager.run_dir / "checkpoints") >= {"step_4/orchestrator/state.msgpack"}
+
+
+def test_a_run_can_be_moved(manager: CheckpointManager, store: PayloadStore, tmp_path: Path) -> None:
+    """Everything is relative: a run directory that was renamed loads as before."""
+    segment = payload(store, 3)
+    both(manager, store, 1, segments=[segment])
+    store.close()
+    os.rename(manager.run_dir, tmp_path / "elsewhere")
+    with PayloadStore(tmp_path / "elsewhere/payloads") as moved:
+        _, pins = CheckpointManager(run_dir=tmp_path / "elsewhere").load(store=moved)
+        assert pins.link_back(pins.files) == {segment.file: "present"}
+
+
+def test_a_visible_component_is_never_written_over(manager: CheckpointManager, store: PayloadStore) -> None:
+    """DESIGN 7: a save that meets a visible component is an error, and the component stays."""
+    both(manager, store, 1)
+    with pytest.raises(FileExistsError, match="committed already"):
+        save(manager, store, 1, state={"x": b"other"})
+    with pytest.raises(FileExistsError, match="committed already"):
+        trainer(manager, 1)
+    assert manager.load(store=store)[0] == {"progress": b"1"}
+    assert not [name for name in tree(manager.run_dir / "checkpoints") if "tmp" in name]
+
+
+def test_an_invisible_component_is_moved_aside(
+    run: Path, store: PayloadStore, manager: CheckpointManager
+) -> None:
+    """DESIGN 7: a save that meets a component of a dead life moves it to abandoned/."""
+    both(manager, store, 1)
+    life = manager.lineage.id
+    prepare_resume(run, 1)
+    straggle(manager)
+    trainer(manager, 2, b"late")
+    new = CheckpointManager(run_dir=run, on_save_error="raise")
+    save(new, store, 2)
+    assert new.latest() == 1
+    (run / "shards_2").mkdir(exist_ok=True)
+    (run / "shards_2" / "rank_0.bin").write_bytes(b"right")
+    new.commit_component(2, "trainer", run / "shards_2")
+    assert new.latest() == 2
+    assert (new.component_path(2, "trainer") / "rank_0.bin").read_bytes() == b"right"
+    aside = run / "abandoned" / life / "checkpoints/step_2/trainer/rank_0.bin"
+    assert aside.read_bytes() == b"late"
+
+
+def test_leftovers_of_a_killed_save(manager: CheckpointManager, store: PayloadStore) -> None:
+    """Temporaries of dead processes and trash are ignored, then removed; unknown names never are."""
+    both(manager, store, 1)
+    checkpoints = manager.run_dir / "checkpoints"
+    boot, start = _native.temporary_name().removeprefix(".tmp-").split("-")[0::2][:2]
+    dead = f".tmp-{boot}-999999999-{start}-0"
+    other_host = f".tmp-00000000-1-{start}-0"
+    alive = _native.temporary_name()
+    trash = alive.replace(".tmp-", ".trash-")
+    for name in (dead, other_host, alive, trash, "notes", ".hidden"):
+        (checkpoints / name / "payloads").mkdir(parents=True)
+        (checkpoints / name / "x").write_bytes(b"x")
+    (checkpoints / "step_1" / dead).mkdir()
+    assert manager.latest() == 1
+    assert sorted(manager.remove_leftovers()) == sorted([dead, dead, trash])
+    assert {path.name for path in checkpoints.iterdir()} == {"step_1", other_host, alive, "notes", ".hidden"}
+    assert manager.remove_leftovers() == []
+
+
+def test_mutation_after_the_cut(manager: CheckpointManager, store: PayloadStore) -> None:
+    """Rule 2: what the caller changes right after the cut does not reach the checkpoint."""
+    blob = bytearray(b"one")
+    state = {"a": blob, "b": b"two"}
+    segments = [payload(store, 1)]
+    spills = [payload(store, 2)]
+    first = [segments[0].file, spills[0].file]
+
+    async def go() -> None:
+        snapshot = Snapshot(1, state, segments, spills)  # type: ignore[arg-type]
+        task = asyncio.ensure_future(manager.save(snapshot, store=store))
+        blob[:] = b"two"
+        state["c"] = b"three"
+        del state["b"]
+        segments.append(payload(store, 3))
+        spills.clear()
+        await task
+
+    asyncio.run(go())
+    trainer(manager, 1)
+    found, pins = manager.load(store=store)
+    assert found == {"a": b"one", "b": b"two"}
+    assert sorted(pins.files) == sorted(first)
+
+
+def test_a_snapshot_holds_bytes_only() -> None:
+    """No pickle: a state part that is not bytes is refused when the snapshot is made."""
+    with pytest.raises(TypeError, match=r"state\['sink'\]"):
+        Snapshot(1, {"sink": {"x": 1}}, [])  # type: ignore[dict-item]
+
+
+def test_one_save_at_a_time_in_order(manager: CheckpointManager, store: PayloadStore) -> None:
+    """DESIGN 7: one save in flight, later ones wait their turn, and the loop goes on meanwhile."""
+    running: list[int] = []
+    inner = manager._commit
+    seen: list[list[int]] = []
+
+    def slow(snapshot: Snapshot, at: PayloadStore) -> object:
+        running.append(snapshot.step)
+        seen.append(list(running))
+        time.sleep(0.05)
+        result = inner(snapshot, at)
+        running.remove(snapshot.step)
+        return result
+
+    manager._commit = slow  # type: ignore[method-assign, assignment]
+
+    async def go() -> float:
+        lag = 0.0
+
+        async def tick() -> None:
+            nonlocal lag
+            while True:
+                before = time.perf_counter()
+                await asyncio.sleep(0.001)
+                lag = max(lag, time.perf_counter() - before)
+
+        ticking = asyncio.ensure_future(tick())
+        snapshots = [Snapshot(n, {"n": b"%d" % n}, []) for n in (1, 2, 3)]
+        await asyncio.gather(*(manager.save(s, store=store) for s in snapshots))
+        ticking.cancel()
+        return lag
+
+    assert asyncio.run(go()) < 0.04
+    assert seen == [[1], [2], [3]]
+
+
+def test_a_cancelled_caller_leaves_a_whole_save(manager: CheckpointManager, store: PayloadStore) -> None:
+    """A save whose caller is cancelled goes on to its end, and the next one waits for it."""
+
+    async def go() -> None:
+        task = asyncio.ensure_future(manager.save(Snapshot(1, {"a": b"x" * 1_000_000}, []), store=store))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await manager.save(Snapshot(2, {"a": b"y"}, []), store=store)
+
+    asyncio.run(go())
+    names = {path.name for path in (manager.run_dir / "checkpoints").iterdir()}
+    assert "step_2" in names and not [name for name in names if name.startswith(".")]
+
+
+@pytest.mark.parametrize("mode", ["link", "copy", "skip"])
+def test_pin_modes(run: Path, store: PayloadStore, mode: str) -> None:
+    """DESIGN 7 and rule 13: pin="copy" shares no inode, "skip" pins nothing, spills are always linked."""
+    m = CheckpointManager(run_dir=run, pin=mode, on_save_error="raise")  # type: ignore[arg-type]
+    segment, spill, shared = payload(store, 1), payload(store, 2), payload(store, 3)
+    both(m, store, 1, segments=[segment, shared], spills=[spill, shared])
+    root, held = Path(store.root), m.component_path(1, "orchestrator") / "payloads"
+    assert (held / spill.file).samefile(root / spill.file)
+    assert (held / shared.file).samefile(root / shared.file)
+    _, pins = m.load(store=store)
+    assert set(pins.files) == {segment.file, spill.file, shared.file} == m.pinned_files()
+    if mode == "skip":
+        assert not (held / segment.file).exists()
+    else:
+        assert (held / segment.file).samefile(root / segment.file) == (mode == "link")
+    assert set(pins.link_back(pins.files).values()) == {"present"}
+    store.reclaim([segment.file, spill.file])
+    answers = pins.link_back(pins.files)
+    back = {"link": "linked", "copy": "copied"}
+    if mode == "skip":
+        assert isinstance(answers[segment.file], FileNotFoundError)
+    else:
+        assert answers[segment.file] == back[mode]
+    assert answers[spill.file] == ("copied" if mode == "copy" else "linked")
+
+
+def test_links_are_tried_for_real(
+    manager: CheckpointManager,
+    store: PayloadStore,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DESIGN 7: whether links work is tried, and one log line says so."""
+    caplog.set_level(logging.INFO, "prime_io.checkpoint")
+    assert manager.link_probe(store)
+    assert len(caplog.records) == 1 and "hard links" in caplog.text
+    assert tree(manager.run_dir / "checkpoints") == set()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert not manager.link_probe(store)
+    assert len(caplog.records) == 2 and "copies" in caplog.text
+
+
+def test_bytes_that_could_not_be_synced_are_lost(
+    manager: CheckpointManager,
+    store: PayloadStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """RELIABILITY F6: a file whose fdatasync failed is missing from then on, not synced again."""
+    good, bad = payload(store, 1), payload(store, 2)
+    asked: list[str] = []
+
+    def sync(files: list[str]) -> list[OSError | None]:
+        asked.extend(files)
+        return [OSError(28, "fdatasync: no space", f) if f == bad.file else None for f in files]
+
+    monkeypatch.setattr(store, "sync", sync)
+    for step in (1, 2):
+        report = save(manager, store, step, [good, bad])
+        assert report is not None and report.missing == (bad.file,) and report.pinned == 1
+    assert asked.count(bad.file) == 1
+    assert "count as lost" in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["continue", "raise"])
+@pytest.mark.parametrize("where", ["pin", "write", "finish"])
+def test_a_failed_save_leaves_the_run_as_it_was(
+    run: Path,
+    store: PayloadStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    policy: str,
+    where: str,
+) -> None:
+    """DESIGN 7: a failed save is logged, counted and removed; older steps stay, and the run goes on."""
+    m = CheckpointManager(run_dir=run, on_save_error=policy)  # type: ignore[arg-type]
+    segments = [payload(store, 1)]
+    both(m, store, 1, segments=segments)
+    before = tree(run)
+
+    class Failing:
+        def __init__(self, *args: object, **more: object) -> None:
+            self._commit = _native.Commit(*args, **more)  # type: ignore[arg-type]
+
+        def __getattr__(self, name: str) -> object:
+            if name == where:
+
+                def fail(*_: object, **__: object) -> None:
+                    raise OSError(28, "no space left on device", "somewhere")
+
+                return fail
+            return getattr(self._commit, name)
+
+    class Shim:
+        Commit = Failing
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(_native, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("prime_io.checkpoint._native", Shim())
+        if policy == "raise":
+            with pytest.raises(OSError, match="no space"):
+                save(m, store, 2, segments)
+        else:
+            assert save(m, store, 2, segments) is None
+            assert m.failed_saves == 1 and "no space" in caplog.text
+    assert tree(run) == before and m.steps() == [1]
+    both(m, store, 2, segments=segments)
+    assert m.steps() == [1, 2]
+
+
+def test_a_save_that_fails_after_its_rename_never_counts(
+    manager: CheckpointManager, store: PayloadStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DESIGN 7: a save that fails after its rename goes to trash: the power cut might have taken it."""
+    both(manager, store, 1)
+
+    class Late:
+        def __init__(self, *args: object, **more: object) -> None:
+            self._commit = _native.Commit(*args, **more)  # type: ignore[arg-type]
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._commit, name)
+
+        def finish(self, manifest: bytes) -> None:
+            self._commit.finish(manifest)
+            raise OSError(5, "fsync step_2: input/output error")
+
+    class Shim:
+        Commit = Late
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(_native, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("prime_io.checkpoint._native", Shim())
+        with pytest.raises(OSError, match="fsync"):
+            save(manager, store, 2)
+    trainer(manager, 2)
+    assert manager.steps() == [1]
+    assert [name for name in manager.remove_leftovers() if name.startswith(".trash-")]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 1 MiB."""
+    where = tmp_path / "small"
+    where.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        pytest.skip(f"needs root to mount a tmpfs: {made.stderr.strip()}")
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def test_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """DESIGN 7: ENOSPC in a save leaves older steps and no temporary; with room again the next one works."""
+    run = small_disk / "run"
+    prepare_resume(run, None)
+    m = CheckpointManager(run_dir=run)
+    with PayloadStore(run / "payloads", owner=True) as store:
+        both(m, store, 1, segments=[payload(store, 1)])
+        before = tree(run / "checkpoints")
+        assert save(m, store, 2, [payload(store, 2)], state={"big": bytes(2 << 20)}) is None
+        assert m.failed_saves == 1 and "step 2 failed" in caplog.text
+        assert tree(run / "checkpoints") == before and m.steps() == [1]
+        both(m, store, 2)
+        assert m.steps() == [1, 2]
+
+
+def test_a_store_on_another_filesystem_is_copied(
+    small_disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DESIGN 7: where links do not reach, pins are copies, and so is the way back."""
+    run = tmp_path / "run"
+    prepare_resume(run, None)
+    m = CheckpointManager(run_dir=run, on_save_error="raise")
+    with PayloadStore(small_disk / "payloads", owner=True) as store:
+        segment = payload(store, 5)
+        assert not m.link_probe(store)
+        report = save(m, store, 1, [segment])
+        assert report is not None and report.copied == 1 and "are copies" in caplog.text
+        trainer(m, 1)
+        store.reclaim([segment.file])
+        _, pins = m.load(store=store)
+        assert pins.link_back(pins.files) == {segment.file: "copied"}
+        assert store.read(segment, verify=True)[0, 0] == 5
+
+
+def test_commit_component_is_checked(manager: CheckpointManager, store: PayloadStore, tmp_path: Path) -> None:
+    """The trainer's half: only known components, hashed whole, and damage found when asked."""
+    made = tmp_path / "made"
+    (made / "deep/er").mkdir(parents=True)
+    (made / "deep/er/file").write_bytes(b"1" * 1000)
+    (made / "empty").touch()
+    with pytest.raises(ValueError, match="not a component"):
+        manager.commit_component(1, "critic", made)
+    path = manager.commit_component(1, "trainer", made)
+    assert tree(path) == {"deep/er/file", "empty", "manifest.json"} and not made.exists()
+    assert manager.component_path(1, "trainer", verify=True) == path
+    (path / "deep/er/file").write_bytes(b"1" * 999 + b"2")
+    with pytest.raises(CorruptCheckpointError, match="deep/er/file"):
+        manager.component_path(1, "trainer", verify=True)
+    (path / "empty").unlink()
+    (path / "deep/er/file").write_bytes(b"1" * 1000)
+    with pytest.raises(CorruptCheckpointError, match="empty"):
+        manager.component_path(1, "trainer", verify=True)
+    with pytest.raises(FileNotFoundError, match="no component"):
+        manager.component_path(2, "trainer")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep_last": 0},
+        {"keep_every": 0},
+        {"pin": "soft"},
+        {"on_save_error": "ignore"},
+        {"components": ["trainer"]},
+        {"components": {"orchestrator": lambda _: True}},
+        {"components": ["orchestrator", "../x"]},
+        {"components": []},
+        {"components": "orchestrator"},
+    ],
+)
+def test_options_are_checked_at_construction(run: Path, options: dict[str, object]) -> None:
+    """A wrong option is a ValueError when the manager is made, not at the first save."""
+    with pytest.raises(ValueError, match=r"keep_|pin=|on_save_error|components"):
+        CheckpointManager(run_dir=run, **options)  # type: ignore[arg-type]
+
+
+def test_a_manifest_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DESIGN 10: a manifest beyond its limit is refused when it is written, not when it is needed."""
+    monkeypatch.setattr("prime_io.manifest.MANIFEST_LIMIT", 2000)
+    pins = {f"v0/{n}.safetensors": Pin(1, ["0" * 16], "link") for n in range(100)}
+    with pytest.raises(ValueError, match="above the limit"):
+        seal(Manifest(format=1, lineage="a", step=1, component="orchestrator", pins=pins))
+
+
+def test_a_manifest_is_the_same_in_slices() -> None:
+    """A manifest with many pins, encoded in slices, decodes to what went in."""
+    pins = {f"v{n % 7}/{n}.safetensors": Pin(n, [f"{n:016x}"], "link") for n in range(1000)}
+    manifest = Manifest(format=1, lineage="a", step=1, component="orchestrator", missing=["x"], pins=pins)
+    assert unseal(seal(manifest), "m", kind=Manifest) == manifest
+
+
+LOOP = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from prime_io.checkpoint import CheckpointManager
+from prime_io.store import PayloadStore
+from runs import both, payload
+run = Path(sys.argv[1])
+manager = CheckpointManager(run_dir=run, on_save_error="raise", keep_last=2)
+manager.remove_leftovers()
+with PayloadStore(run / "payloads", owner=True) as store:
+    queue = []
+    step = manager.latest() or 0
+    print("ready", flush=True)
+    while True:
+        step += 1
+        queue = queue[-20:] + [payload(store, step % 256, version=step) for _ in range(5)]
+        both(manager, store, step, segments=queue, state={"step": b"%d" % step, "fill": bytes(100_000)})
+        print(step, flush=True)
+        asyncio.run(manager.apply_retention())
+"""
+
+
+def test_sigkill_at_random_moments(tmp_path: Path) -> None:
+    """The promise: killed at any moment, the newest acknowledged step loads whole, with every pin."""
+    run, seed = tmp_path / "run", random.Random(5)
+    prepare_resume(run, None)
+    latest = 0
+    for attempt in range(10):
+        child = subprocess.Popen(
+            [sys.executable, "-c", LOOP, str(run), str(Path(__file__).parent)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(seed.uniform(0.02, 0.4))
+        child.kill()
+        told = child.stdout.read().split()
+        child.wait()
+        child.stdout.close()
+        acknowledged = max([latest, *map(int, told)])
+        m = CheckpointManager(run_dir=run)
+        found = m.latest() or 0
+        assert acknowledged <= found <= acknowledged + 1
+        latest = found
+        if not found:
+            prepare_resume(run, None)
+            continue
+        prepare_resume(run, found)
+        m = CheckpointManager(run_dir=run)
+        with PayloadStore(run / "payloads", owner=True) as store:
+            state, pins = m.load(store=store)
+            assert state["step"] == b"%d" % found and not pins.missing
+            store.reclaim(pins.files[::2])
+            answers = pins.link_back(pins.files)
+            assert set(answers.values()) <= {"present", "linked"}, (attempt, answers)
+        m.component_path(found, "trainer", verify=True)
+        m.remove_leftovers()
+        assert not [name for name in os.listdir(run / "checkpoints") if name.startswith(".")]
+        for made in run.glob("shards_*"):
+            os.rename(made, tmp_path / f"shards{attempt}_{made.name}")
+    assert latest > 5
+    assert Lineage.load(run).resumed_from == latest
