@@ -78,7 +78,9 @@ class Demo:
         assert moment is not None
         lacks = moment.lacks(self.settings)
         if lacks:
-            raise SystemExit(f"the kill came too late to prove anything ({', '.join(lacks)}); try another --seed")
+            raise SystemExit(
+                f"the kill came too late to prove anything ({', '.join(lacks)}); try another --seed"
+            )
         return moment
 
     def second_life(self, moment: Moment) -> None:

@@ -190,7 +190,8 @@ def _restored(
     asked = restored["requests"]
     lost = report["members_in_checkpoint"] - report["members_kept"]
     verdict.promise(
-        all(asked.get(group, 0) >= n for group, n in missing.items()) and (lost > 0 or _agree(asked, missing)),
+        all(asked.get(group, 0) >= n for group, n in missing.items())
+        and (lost > 0 or _agree(asked, missing)),
         "the open groups' missing members are not what was asked for again",
     )
 
@@ -199,9 +200,7 @@ def _agree(asked: dict[str, int], missing: dict[str, int]) -> bool:
     return all(asked[group] == n for group, n in missing.items())
 
 
-def _trained(
-    verdict: Verdict, events: EventReader, first: Lineage, second: Lineage, moment: Moment
-) -> None:
+def _trained(verdict: Verdict, events: EventReader, first: Lineage, second: Lineage, moment: Moment) -> None:
     line: list[str] = []
     for e in events.of("trained_batch"):
         if e["lineage"] == second.id or e["step"] <= moment.step:

@@ -99,7 +99,7 @@ def _columns(trace_id: str, sample: Sample) -> dict[str, Array]:
 
 
 def _stored(t: int, s: int, sample: Sample, segments: Mapping[str, PayloadSegment]) -> StoredSample:
-    prefix = f"{t}.{s}."
+    names = [*_CORE, *sample.columns, _ADVANTAGES]
     scalar = None if isinstance(sample.advantages, np.ndarray) else sample.advantages
     return StoredSample(
         n_tokens=len(sample.token_ids),
@@ -149,7 +149,9 @@ def with_advantages(
     per_sample: list[list[float | Array]] = []
     arrays: dict[str, Array] = {}
     for t, (trace, given) in enumerate(zip(traces, advantages, strict=True)):
-        values = [given] * len(trace.samples) if isinstance(given, int | float) else list(given)
+        values: list[float | Array] = (
+            [float(given)] * len(trace.samples) if isinstance(given, int | float) else list(given)
+        )
         if len(values) != len(trace.samples):
             raise ValueError(f"trace {trace.id}: {len(values)} advantages for {len(trace.samples)} samples")
         for s, (value, sample) in enumerate(zip(values, trace.samples, strict=True)):

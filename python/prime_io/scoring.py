@@ -13,7 +13,7 @@ Advantage: TypeAlias = float | Sequence[float | Array]
 """One float for a trace, or per sample one float or f32[n_tokens]."""
 
 ScoreGroup: TypeAlias = Callable[[Sequence[Trace]], Sequence[Advantage] | Awaitable[Sequence[Advantage]]]
-ScoreEpisode: TypeAlias = Callable[[Episode], None | Awaitable[None]]
+ScoreEpisode: TypeAlias = Callable[[Episode], Awaitable[None] | None]
 
 
 def rewards_only(score: ScoreGroup) -> ScoreGroup:

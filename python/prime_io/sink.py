@@ -108,7 +108,7 @@ class TrainSink:
         self._queued_tokens = 0
         self._arrival = 0
         self._fresh_for: int | None = None
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Future[None]] = set()
         self._failure: BaseException | None = None
 
     # -- in
@@ -464,7 +464,7 @@ class TrainSink:
         task.add_done_callback(self._finished)
 
     def _finished(self, task: asyncio.Future[None]) -> None:
-        self._background.discard(task)  # type: ignore[arg-type]
+        self._background.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
 
