@@ -119,7 +119,10 @@ pub fn gather<F: Fs>(source: &Source<'_, F>, requests: Vec<Request<'_>>) -> Vec<
     for mut request in requests {
         let out = request.out.take();
         let valid = request.valid.take();
-        let lens = (out.as_ref().map(|b| b.len()), valid.as_ref().map(|b| b.len()));
+        let lens = (
+            out.as_ref().map(|b| b.len()),
+            valid.as_ref().map(|b| b.len()),
+        );
         match plan::check(request, lens, source.verify) {
             Ok(plan) => {
                 plans.push((results.len(), plan));
@@ -138,19 +141,32 @@ pub fn gather<F: Fs>(source: &Source<'_, F>, requests: Vec<Request<'_>>) -> Vec<
         let (count, names) = wave(rest, &plans, budget);
         let (now, later) = rest.split_at(count);
         let opened = files::open(source, &names, budget);
-        if budget > 1 && opened.iter().any(|file| file.as_ref().is_err_and(out_of_descriptors)) {
+        if budget > 1
+            && opened
+                .iter()
+                .any(|file| file.as_ref().is_err_and(out_of_descriptors))
+        {
             budget /= 2;
             continue;
         }
-        let index: HashMap<&str, usize> =
-            names.iter().enumerate().map(|(at, need)| (need.name, at)).collect();
-        let batch = now.iter().map(|&at| (&plans[at].1, std::mem::take(&mut targets[at]))).collect();
+        let index: HashMap<&str, usize> = names
+            .iter()
+            .enumerate()
+            .map(|(at, need)| (need.name, at))
+            .collect();
+        let batch = now
+            .iter()
+            .map(|&at| (&plans[at].1, std::mem::take(&mut targets[at])))
+            .collect();
         for (&at, result) in now.iter().zip(jobs::run(source, &index, &opened, batch)) {
             results[plans[at].0] = Some(result);
         }
         rest = later;
     }
-    results.into_iter().map(|result| result.unwrap_or_else(|| Err(stopped()))).collect()
+    results
+        .into_iter()
+        .map(|result| result.unwrap_or_else(|| Err(stopped())))
+        .collect()
 }
 
 /// How many of the next requests to serve at once so that their files stay within `budget` (at least
@@ -166,14 +182,20 @@ fn wave<'p>(
     for &at in rest {
         let needs = &plans[at].1.needs;
         // An upper bound, which counts a file twice that one request names twice.
-        let fresh = needs.iter().filter(|need| !seen.contains_key(need.file.as_str())).count();
+        let fresh = needs
+            .iter()
+            .filter(|need| !seen.contains_key(need.file.as_str()))
+            .count();
         if count > 0 && names.len() + fresh > budget {
             break;
         }
         for need in needs {
             let slot = *seen.entry(&need.file).or_insert(names.len());
             if slot == names.len() {
-                names.push(files::Wanted { name: &need.file, header: false });
+                names.push(files::Wanted {
+                    name: &need.file,
+                    header: false,
+                });
             }
             names[slot].header |= !need.checksum.is_empty();
         }
@@ -192,6 +214,10 @@ fn stopped() -> Error {
 
 impl<F: Fs> Source<'_, F> {
     fn go_on(&self) -> Result<()> {
-        if self.stop.load(Ordering::Relaxed) { Err(stopped()) } else { Ok(()) }
+        if self.stop.load(Ordering::Relaxed) {
+            Err(stopped())
+        } else {
+            Ok(())
+        }
     }
 }

@@ -15,7 +15,16 @@ pub mod error;
 pub mod format;
 pub mod fs;
 pub mod gather;
+pub mod names;
+pub mod probe;
+pub mod publish;
+#[cfg(feature = "python")]
+mod python;
+pub mod reclaim;
+pub mod root;
 pub mod slab;
+pub mod store;
+pub mod sweep;
 pub mod threads;
 
 pub use error::{Error, Result};

@@ -37,7 +37,13 @@ struct Free {
 impl Pool {
     /// A pool that keeps at most `limit` idle bytes; memory in use is not counted.
     pub fn new(limit: usize) -> Self {
-        Self { free: Arc::new(Mutex::new(Free { regions: BTreeMap::new(), bytes: 0, limit })) }
+        Self {
+            free: Arc::new(Mutex::new(Free {
+                regions: BTreeMap::new(),
+                bytes: 0,
+                limit,
+            })),
+        }
     }
 
     /// Memory of exactly `len` bytes. It may hold the bytes of an earlier use: write all of it.
@@ -46,15 +52,26 @@ impl Pool {
             let mut bytes = Vec::new();
             bytes.try_reserve_exact(len).map_err(|_| no_memory())?;
             bytes.resize(len, 0);
-            return Ok(Slab { memory: Memory::Small(bytes), pool: self.clone() });
+            return Ok(Slab {
+                memory: Memory::Small(bytes),
+                pool: self.clone(),
+            });
         }
-        let size = len.checked_next_multiple_of(rustix::param::page_size()).ok_or_else(no_memory)?;
+        let size = len
+            .checked_next_multiple_of(rustix::param::page_size())
+            .ok_or_else(no_memory)?;
         let idle = self.with(|free| free.take(size)).flatten();
         let region = match idle {
             Some(region) => region,
             None => Region::map(size)?,
         };
-        Ok(Slab { memory: Memory::Mapped { region: Some(region), len }, pool: self.clone() })
+        Ok(Slab {
+            memory: Memory::Mapped {
+                region: Some(region),
+                len,
+            },
+            pool: self.clone(),
+        })
     }
 
     /// Bytes that are idle now.
@@ -76,7 +93,10 @@ impl Pool {
 impl Free {
     /// The smallest idle region that holds `size` and wastes at most a quarter of it.
     fn take(&mut self, size: usize) -> Option<Region> {
-        let (&found, list) = self.regions.range_mut(size..=size.saturating_add(size / 4)).next()?;
+        let (&found, list) = self
+            .regions
+            .range_mut(size..=size.saturating_add(size / 4))
+            .next()?;
         let region = list.pop();
         if list.is_empty() {
             self.regions.remove(&found);
@@ -93,7 +113,9 @@ impl Free {
         self.bytes += region.size;
         let mut surplus = Vec::new();
         while self.bytes > self.limit {
-            let Some(mut entry) = self.regions.last_entry() else { break };
+            let Some(mut entry) = self.regions.last_entry() else {
+                break;
+            };
             let list = entry.get_mut();
             if !list.is_empty() {
                 let oldest = list.remove(0);
@@ -145,7 +167,9 @@ impl DerefMut for Slab {
     fn deref_mut(&mut self) -> &mut [u8] {
         match &mut self.memory {
             Memory::Small(bytes) => bytes,
-            Memory::Mapped { region, len } => region.as_mut().map_or(&mut [], |r| r.bytes_mut(*len)),
+            Memory::Mapped { region, len } => {
+                region.as_mut().map_or(&mut [], |r| r.bytes_mut(*len))
+            }
         }
     }
 }
@@ -221,7 +245,16 @@ mod tests {
     fn lengths_are_exact() -> Result<()> {
         // A result is exactly as long as it was asked for, also at zero and around the rounding.
         let pool = Pool::new(1 << 30);
-        for len in [0, 1, 4095, MAPPED - 1, MAPPED, MAPPED + 1, HUGE, HUGE + 4097] {
+        for len in [
+            0,
+            1,
+            4095,
+            MAPPED - 1,
+            MAPPED,
+            MAPPED + 1,
+            HUGE,
+            HUGE + 4097,
+        ] {
             let mut slab = pool.take(len)?;
             assert_eq!(slab.len(), len);
             slab.fill(7);
@@ -263,7 +296,10 @@ mod tests {
         // A claim larger than memory fails; it does not abort the process.
         let pool = Pool::new(0);
         for len in [usize::MAX, usize::MAX / 2, 1 << 50] {
-            assert_eq!(pool.take(len).map(|s| s.len()).map_err(|e| e.errno()), Err(Some(Errno::NOMEM)));
+            assert_eq!(
+                pool.take(len).map(|s| s.len()).map_err(|e| e.errno()),
+                Err(Some(Errno::NOMEM))
+            );
         }
     }
 
@@ -274,7 +310,11 @@ mod tests {
         let mut slab = pool.take(MAPPED)?;
         drop(pool);
         slab.fill(3);
-        std::thread::scope(|s| s.spawn(|| assert!(slab.iter().all(|&b| b == 3))).join().is_ok());
+        std::thread::scope(|s| {
+            s.spawn(|| assert!(slab.iter().all(|&b| b == 3)))
+                .join()
+                .is_ok()
+        });
         Ok(())
     }
 }

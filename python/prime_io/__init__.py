@@ -6,24 +6,20 @@ missing file. `docs/design.md` has the formats, protocols and rules.
 """
 
 from ._native import CorruptPayloadError
-from .checkpoint import (
-    CheckpointManager,
-    CorruptCheckpointError,
-    LineageLeftError,
-    Pins,
-    SaveReport,
-    Snapshot,
-)
+from .checkpoint import CheckpointManager
 from .columns import load_batch
 from .dispatcher import Dispatcher, Rollout
 from .exchange import Exchange
-from .lineage import Lineage, prepare_resume
+from .lineage import Lineage, LineageLeftError, prepare_resume
+from .manifest import CorruptCheckpointError
 from .orchestrator import Orchestrator
+from .pins import Pins
 from .restore import RestoreReport
 from .resume import Ledger, missing_rollouts, pin_set, survivors
 from .scoring import grpo, rewards_only
 from .segment import FieldSpec, PayloadSegment, clip, coalesce, covers, files, shift
 from .sink import TrainSink
+from .snapshot import SaveReport, Snapshot
 from .source import Environment, TrainSource
 from .state import decode_state, encode_state
 from .store import Gather, PayloadStore, Probe, Ragged, SweepReport

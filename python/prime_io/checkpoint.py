@@ -12,18 +12,16 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
 from prime_io import _native
-from prime_io.lineage import Lineage
+from prime_io.lineage import Lineage, LineageLeftError
 from prime_io.manifest import (
     FORMAT,
     MANIFEST,
@@ -38,6 +36,7 @@ from prime_io.manifest import (
 )
 from prime_io.pins import PinMode, Pins, pin_all, probe_links
 from prime_io.retention import RetentionReport, apply_retention
+from prime_io.snapshot import SaveReport, Snapshot
 from prime_io.steps import (
     CHECKPOINTS,
     COMPONENTS,
@@ -52,7 +51,6 @@ from prime_io.steps import (
 )
 
 if TYPE_CHECKING:
-    from prime_io.segment import PayloadSegment
     from prime_io.store import PayloadStore
 
 __all__ = [
@@ -66,48 +64,6 @@ __all__ = [
 
 _PAYLOADS = "payloads"
 _T = TypeVar("_T")
-
-
-class LineageLeftError(RuntimeError):
-    """Another life of the run has begun: this process belongs to a dead one and must end."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """One instant of a run: encoded state by part, the payload segments it names, and those of spill files.
-
-    Frozen when made: what the caller does to its dicts and lists afterwards does not reach the checkpoint.
-    """
-
-    step: int
-    state: Mapping[str, bytes]
-    segments: Sequence[PayloadSegment]
-    spills: Sequence[PayloadSegment] = ()
-
-    def __post_init__(self) -> None:
-        if self.step < 0:
-            raise ValueError(f"snapshot: step {self.step} is negative")
-        state = {}
-        for part, blob in self.state.items():
-            if not isinstance(blob, bytes | bytearray | memoryview):
-                raise TypeError(f"snapshot: state[{part!r}] is a {type(blob).__name__}; encode it to bytes")
-            state[part] = bytes(blob)
-        object.__setattr__(self, "state", MappingProxyType(state))
-        object.__setattr__(self, "segments", tuple(self.segments))
-        object.__setattr__(self, "spills", tuple(self.spills))
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """What a save wrote. `pinned` counts all pins, `copied` those among them that are not links."""
-
-    step: int
-    pinned: int
-    copied: int
-    missing: tuple[str, ...]
-    state_bytes: int
-    seconds: float
-    path: Path = field(repr=False)
 
 
 class CheckpointManager:
@@ -173,7 +129,7 @@ class CheckpointManager:
             raise ValueError(
                 f"commit step {step}: {name!r} is not a component with a manifest; those are {ours}"
             )
-        self._check_current(step)
+        self.lineage.check_current(f"commit {name} of step {step}")
         self._make_room(step, name)
         commit = _native.Commit(str(self._steps.path), step, name, adopt=str(directory))
         try:
@@ -300,7 +256,7 @@ class CheckpointManager:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _save(self, snapshot: Snapshot, store: PayloadStore) -> SaveReport | None:
-        self._check_current(snapshot.step)
+        self.lineage.check_current(f"save step {snapshot.step}")
         try:
             self._make_room(snapshot.step, ORCHESTRATOR)
             return self._commit(snapshot, store)
@@ -360,13 +316,6 @@ class CheckpointManager:
 
     def _manifest(self, step: int, component: str, **rest: Any) -> Manifest:
         return Manifest(format=FORMAT, lineage=self.lineage.id, step=step, component=component, **rest)
-
-    def _check_current(self, step: int) -> None:
-        if not self.lineage.is_current():
-            raise LineageLeftError(
-                f"save step {step} of {self.run_dir}: the run has been resumed since, and lineage "
-                f"{self.lineage.id} was left; this process must end"
-            )
 
     def _make_room(self, step: int, name: str) -> None:
         stamp = self._steps.find(step, name)

@@ -103,11 +103,7 @@ def _stored(t: int, s: int, sample: Sample, segments: Mapping[str, PayloadSegmen
     scalar = None if isinstance(sample.advantages, np.ndarray) else sample.advantages
     return StoredSample(
         n_tokens=len(sample.token_ids),
-        columns={
-            name.removeprefix(prefix): segment
-            for name, segment in segments.items()
-            if name.startswith(prefix)
-        },
+        columns={name: segments[f"{t}.{s}.{name}"] for name in names if f"{t}.{s}.{name}" in segments},
         payload=list(sample.payload),
         scalars=dict(sample.scalars),
         advantage=None if scalar is None else float(scalar),

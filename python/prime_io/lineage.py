@@ -24,6 +24,10 @@ _LIVES = "lineages"
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}", re.ASCII)
 
 
+class LineageLeftError(RuntimeError):
+    """Another life of the run has begun: this process belongs to a dead one and must end."""
+
+
 class Link(msgspec.Struct, frozen=True):
     """One life: its id, and the step at which its parent was left (None for the first life)."""
 
@@ -97,6 +101,14 @@ class Lineage:
     def is_current(self) -> bool:
         """Whether the run is still in this life. False once a resume has begun another."""
         return Lineage.load(self._run).id == self.id
+
+    def check_current(self, operation: str) -> None:
+        """LineageLeftError if the run has been resumed since."""
+        if not self.is_current():
+            raise LineageLeftError(
+                f"{operation} in {self._run}: the run has been resumed since, lineage {self.id} was left; "
+                "this process must end"
+            )
 
     @property
     def directory(self) -> Path:

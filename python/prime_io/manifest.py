@@ -145,7 +145,8 @@ def read_state(root: _native.Root, where: Path, manifest: Manifest) -> dict[str,
 def verify_files(root: _native.Root, where: Path, manifest: Manifest) -> None:
     """Read every state file of a component again. CorruptCheckpointError names the first bad one."""
     names = list(manifest.files)
-    for name, found in zip(names, root.hash(names), strict=True):
+    results: Sequence[tuple[int, str] | Exception] = root.hash(names)
+    for name, found in zip(names, results, strict=True):
         if isinstance(found, FileNotFoundError):
             raise CorruptCheckpointError(f"verify {where / name}: the file is gone") from found
         if isinstance(found, Exception):

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from .checkpoint import CheckpointManager, Snapshot
+from .checkpoint import CheckpointManager
 from .dispatcher import Dispatcher
 from .exchange import Exchange
 from .restore import RestoreReport
 from .resume import pin_set
 from .sink import TrainSink
+from .snapshot import Snapshot
 from .source import TrainSource
 from .state import decode_state, encode_state
 from .store import PayloadStore, SweepReport

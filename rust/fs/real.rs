@@ -165,7 +165,7 @@ fn stat_of(stat: &fs::Stat) -> Stat {
         dev: stat.st_dev.into(),
         ino: stat.st_ino.into(),
         nlink: stat.st_nlink.into(),
-        mtime_ns: i128::from(stat.st_mtime) * 1_000_000_000 + stat.st_mtime_nsec as i128,
+        mtime_ns: i128::from(stat.st_mtime) * 1_000_000_000 + i128::from(stat.st_mtime_nsec),
     }
 }
 

@@ -144,11 +144,13 @@ impl SimFs {
     }
 
     /// What is left when the process is killed: everything.
+    #[must_use]
     pub fn kill(&self) -> Self {
         Self::of(self.disk().nodes.clone())
     }
 
     /// What is left when the power goes.
+    #[must_use]
     pub fn power_cut(&self, model: PowerCut) -> Self {
         let disk = self.disk();
         let coin = |text: &str| match model {

@@ -84,13 +84,13 @@ pub fn new_file<F: Fs, T>(
     group: bool,
     fill: impl FnOnce(&F::File) -> Io<T>,
 ) -> Io<T> {
-    let file = fs.create(dir, name, 0o666)?;
+    let made = fs.create(dir, name, 0o666)?;
     let moded = if group {
         fs.set_mode(dir, name, GROUP_FILE)
     } else {
         Ok(())
     };
-    let result = moded.and_then(|()| fill(&file));
+    let result = moded.and_then(|()| fill(&made));
     if result.is_err() {
         // Nothing more can be done about a temporary that cannot be removed: a sweep will.
         let _ = fs.unlink(dir, name);

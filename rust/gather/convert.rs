@@ -72,7 +72,9 @@ impl Rows<'_> {
     pub(super) fn scatter(&self, stored: &[u8], out: &mut [u8]) {
         // Axes after the last unequal one are contiguous on both sides, and so are the leading
         // entries of that axis: one run.
-        let Some(axis) = (0..self.shape.len()).rev().find(|&a| self.shape[a] != self.to_shape[a])
+        let Some(axis) = (0..self.shape.len())
+            .rev()
+            .find(|&a| self.shape[a] != self.to_shape[a])
         else {
             widen(stored, out, self.from, self.to);
             return;
@@ -91,10 +93,17 @@ impl Rows<'_> {
             strides[at] = stride;
             stride *= dim;
         }
-        for (stored, out) in stored.chunks_exact(row * size).zip(out.chunks_exact_mut(to_row * to_size)) {
+        for (stored, out) in stored
+            .chunks_exact(row * size)
+            .zip(out.chunks_exact_mut(to_row * to_size))
+        {
             let mut index = vec![0; axis];
             for run_bytes in stored.chunks_exact(run * size) {
-                let at: usize = index.iter().zip(&strides).map(|(i, stride)| i * stride).sum();
+                let at: usize = index
+                    .iter()
+                    .zip(&strides)
+                    .map(|(i, stride)| i * stride)
+                    .sum();
                 let place = &mut out[at * to_size..(at + run) * to_size];
                 widen(run_bytes, place, self.from, self.to);
                 for (i, dim) in index.iter_mut().zip(outer).rev() {
@@ -160,7 +169,10 @@ mod tests {
         assert!(!allowed(DType::F16, DType::F32) && !allowed(DType::BF16, DType::F32));
         assert!(!allowed(DType::U16, DType::U8) && allowed(DType::C64, DType::C64));
         for &from in DType::ALL {
-            for &to in DType::ALL.iter().filter(|&&to| to != from && convertible(from, to)) {
+            for &to in DType::ALL
+                .iter()
+                .filter(|&&to| to != from && convertible(from, to))
+            {
                 let (n, m) = (item(from), item(to));
                 let mut out = vec![9; 2 * m];
                 let mut stored = vec![1; 2 * n];
@@ -182,7 +194,10 @@ mod tests {
         assert_eq!(spread_unit(DType::U8, 256).map(|unit| unit[255]), Some(255));
         assert_eq!(spread_unit(DType::U8, 257), None);
         assert_eq!(spread_unit(DType::I8, 129), None);
-        assert_eq!(spread_unit(DType::I8, 128).map(|unit| unit.len()), Some(128));
+        assert_eq!(
+            spread_unit(DType::I8, 128).map(|unit| unit.len()),
+            Some(128)
+        );
         assert_eq!(spread_unit(DType::U16, 3), Some(vec![0, 0, 1, 0, 2, 0]));
         assert_eq!(spread_unit(DType::F32, 3), None);
     }
@@ -190,11 +205,19 @@ mod tests {
     #[test]
     fn narrower_rows_fill_the_leading_entries() {
         // [2, 1, 2] into [2, 2, 3]: item (i, j, k) keeps its index, the rest stays as painted.
-        let rows = Rows { from: DType::U8, shape: &[2, 1, 2], to: DType::U16, to_shape: &[2, 2, 3] };
+        let rows = Rows {
+            from: DType::U8,
+            shape: &[2, 1, 2],
+            to: DType::U16,
+            to_shape: &[2, 2, 3],
+        };
         let mut out = vec![0; 24];
         paint(&mut out, &[7, 7]);
         rows.scatter(&[1, 2, 3, 4], &mut out);
-        let items: Vec<u16> = out.chunks(2).map(|b| u16::from_le_bytes([b[0], b[1]])).collect();
+        let items: Vec<u16> = out
+            .chunks(2)
+            .map(|b| u16::from_le_bytes([b[0], b[1]]))
+            .collect();
         let f = 0x0707;
         assert_eq!(items, [1, 2, f, f, f, f, 3, 4, f, f, f, f]);
     }

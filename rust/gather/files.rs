@@ -47,10 +47,17 @@ pub(super) fn open<F: Fs>(
         let name = wanted.name;
         let file = open_one(source, name)?;
         let size = source.fs.stat_file(&file).context("gather", name)?.size;
-        let header =
-            if wanted.header { Some(Header::read(source.fs, &file, name)?) } else { None };
+        let header = if wanted.header {
+            Some(Header::read(source.fs, &file, name)?)
+        } else {
+            None
+        };
         let keep = kept.fetch_add(1, Ordering::Relaxed) < budget;
-        Ok(Opened { file: keep.then_some(file), size, header })
+        Ok(Opened {
+            file: keep.then_some(file),
+            size,
+            header,
+        })
     })
 }
 

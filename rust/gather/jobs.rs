@@ -40,7 +40,10 @@ enum Memory<'a> {
 impl<'a> Target<'a> {
     pub(super) fn new(out: Option<&'a mut [u8]>, valid: Option<&'a mut [u8]>) -> Self {
         let given = |bytes: Option<&'a mut [u8]>| bytes.map_or(Memory::None, Memory::Given);
-        Self { out: given(out), valid: given(valid) }
+        Self {
+            out: given(out),
+            valid: given(valid),
+        }
     }
 }
 
@@ -54,7 +57,11 @@ impl Memory<'_> {
     }
 
     fn into_slab(self) -> Option<Slab> {
-        if let Self::Pooled(slab) = self { Some(slab) } else { None }
+        if let Self::Pooled(slab) = self {
+            Some(slab)
+        } else {
+            None
+        }
     }
 }
 
@@ -107,9 +114,16 @@ pub(super) fn run<'a, F: Fs>(
     let spare: Mutex<Vec<Scratch>> = Mutex::new(Vec::new());
     let done = threads::map(&jobs, helpers(&jobs), |job| {
         source.go_on()?;
-        let mut scratch = spare.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
+        let mut scratch = spare
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .pop()
+            .unwrap_or_default();
         let result = job.run(source, &mut scratch);
-        spare.lock().unwrap_or_else(PoisonError::into_inner).push(scratch);
+        spare
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(scratch);
         result
     });
     let mut failed: HashMap<usize, Error> = HashMap::new();
@@ -123,7 +137,10 @@ pub(super) fn run<'a, F: Fs>(
         let (_, target) = ready?;
         match failed.remove(&request) {
             Some(error) => Err(error),
-            None => Ok(Filled { out: target.out.into_slab(), valid: target.valid.into_slab() }),
+            None => Ok(Filled {
+                out: target.out.into_slab(),
+                valid: target.valid.into_slab(),
+            }),
         }
     };
     batch.into_iter().enumerate().map(finish).collect()
@@ -138,7 +155,9 @@ fn check_files<'a, F: Fs>(
     opened: &'a [Result<Opened<F>>],
 ) -> Result<Files<'a, F>> {
     let one = |need: &Need| {
-        let opened = opened[index[need.file.as_str()]].as_ref().map_err(Clone::clone)?;
+        let opened = opened[index[need.file.as_str()]]
+            .as_ref()
+            .map_err(Clone::clone)?;
         if need.end > opened.size {
             let (index, end, size) = (need.index, need.end, opened.size);
             let why = format!("segment {index} ends at byte {end}, but the file has {size} bytes");
@@ -162,13 +181,21 @@ fn find<'a>(header: &'a Header, need: &Need) -> Result<Check<'a>> {
     let name = &tensor.name;
     match header.blocks(name) {
         Some(blocks) if segment_checksum(blocks) == need.checksum => Ok(Check { tensor, blocks }),
-        Some(_) => wrong(format!("tensor {name:?} is not the one that segment {index} was made of")),
-        None => wrong(format!("tensor {name:?} has no checksum, but segment {index} has one")),
+        Some(_) => wrong(format!(
+            "tensor {name:?} is not the one that segment {index} was made of"
+        )),
+        None => wrong(format!(
+            "tensor {name:?} has no checksum, but segment {index} has one"
+        )),
     }
 }
 
 /// Gives a request the memory that it did not bring.
-fn allocate<'a, F: Fs>(source: &Source<'_, F>, plan: &Plan, mut target: Target<'a>) -> Result<Target<'a>> {
+fn allocate<'a, F: Fs>(
+    source: &Source<'_, F>,
+    plan: &Plan,
+    mut target: Target<'a>,
+) -> Result<Target<'a>> {
     if matches!(target.out, Memory::None) {
         target.out = Memory::Pooled(source.pool.take(plan.rows * plan.row_bytes)?);
     }
@@ -190,11 +217,17 @@ fn cut<'a, F: Fs>(
         return;
     }
     for piece in &plan.pieces {
-        let (mut rest, after) = std::mem::take(&mut out).split_at_mut(piece.rows.len() * plan.row_bytes);
+        let (mut rest, after) =
+            std::mem::take(&mut out).split_at_mut(piece.rows.len() * plan.row_bytes);
         out = after;
         let Some((need, mut offset)) = piece.from else {
             let most = (JOB / plan.row_bytes).max(1) * plan.row_bytes;
-            jobs.extend(rest.chunks_mut(most).map(|out| Job { request, plan, out: Mutex::new(out), read: None }));
+            jobs.extend(rest.chunks_mut(most).map(|out| Job {
+                request,
+                plan,
+                out: Mutex::new(out),
+                read: None,
+            }));
             continue;
         };
         let (opened, check) = files[need];
@@ -204,7 +237,8 @@ fn cut<'a, F: Fs>(
             let (bytes, stored) = if direct {
                 // Jobs end where blocks end, so that no block is hashed twice.
                 let phase = check.map_or(0, |check| (offset - check.tensor.offset) % JOB as u64);
-                let most = usize::try_from(JOB as u64 - phase).map_or(JOB, |most| most.min(rest.len()));
+                let most =
+                    usize::try_from(JOB as u64 - phase).map_or(JOB, |most| most.min(rest.len()));
                 (most, most)
             } else {
                 let size = if check.is_some() { JOB } else { CONVERT };
@@ -213,8 +247,18 @@ fn cut<'a, F: Fs>(
             };
             let (now, later) = rest.split_at_mut(bytes);
             rest = later;
-            let read = Some(Read { need, opened, offset, check });
-            jobs.push(Job { request, plan, out: Mutex::new(now), read });
+            let read = Some(Read {
+                need,
+                opened,
+                offset,
+                check,
+            });
+            jobs.push(Job {
+                request,
+                plan,
+                out: Mutex::new(now),
+                read,
+            });
             offset += stored as u64;
         }
     }
@@ -227,13 +271,22 @@ fn helpers<F: Fs>(jobs: &[Job<'_, F>]) -> usize {
     match deserved {
         0 => 1,
         // On few cores too: these threads wait for disks and servers as well.
-        more => more.min(available_parallelism().map_or(4, usize::from).clamp(4, THREADS)),
+        more => more.min(
+            available_parallelism()
+                .map_or(4, usize::from)
+                .clamp(4, THREADS),
+        ),
     }
 }
 
 impl Plan {
     fn stored<'a>(&'a self, need: &'a Need) -> Rows<'a> {
-        Rows { from: need.dtype, shape: &need.shape, to: self.dtype, to_shape: &self.shape }
+        Rows {
+            from: need.dtype,
+            shape: &need.shape,
+            to: self.dtype,
+            to_shape: &self.shape,
+        }
     }
 }
 
@@ -256,8 +309,14 @@ impl<F: Fs> Job<'_, F> {
             Some(_) => None,
             None => Some(open_one(source, name)?),
         };
-        let Some(file) = read.opened.file.as_ref().or(again.as_ref()) else { return Ok(()) };
-        let file = Reader { fs: source.fs, file, name };
+        let Some(file) = read.opened.file.as_ref().or(again.as_ref()) else {
+            return Ok(());
+        };
+        let file = Reader {
+            fs: source.fs,
+            file,
+            name,
+        };
         let mut get = |buf: &mut [u8]| match read.check {
             Some(check) => file.verified(buf, read.offset, check, &mut scratch.rest),
             None => file.exact(buf, read.offset),

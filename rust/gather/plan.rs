@@ -53,17 +53,29 @@ pub(super) struct Piece {
 /// `(rows, row bytes)`, whose product fits.
 pub(super) fn sizes(lo: u64, hi: u64, dtype: DType, shape: &[u64]) -> Result<(usize, usize)> {
     let wrong = |why: String| Error::invalid("gather", "", why);
-    let rows = hi.checked_sub(lo).ok_or_else(|| wrong(format!("hi = {hi} is less than lo = {lo}")))?;
+    let rows = hi
+        .checked_sub(lo)
+        .ok_or_else(|| wrong(format!("hi = {hi} is less than lo = {lo}")))?;
     if dtype.item_size().is_none() {
-        return Err(wrong(format!("{} has a fraction of a byte per item", dtype.name())));
+        return Err(wrong(format!(
+            "{} has a fraction of a byte per item",
+            dtype.name()
+        )));
     }
-    let large = || wrong(format!("{rows} rows of shape {shape:?} are larger than memory"));
+    let large = || {
+        wrong(format!(
+            "{rows} rows of shape {shape:?} are larger than memory"
+        ))
+    };
     let row_bytes = dtype.tensor_bytes(shape).ok_or_else(large)?;
     let total = rows.checked_mul(row_bytes).ok_or_else(large)?;
     if isize::try_from(total.max(rows).max(row_bytes)).is_err() {
         return Err(large());
     }
-    Ok((usize::try_from(rows).map_err(|_| large())?, usize::try_from(row_bytes).map_err(|_| large())?))
+    Ok((
+        usize::try_from(rows).map_err(|_| large())?,
+        usize::try_from(row_bytes).map_err(|_| large())?,
+    ))
 }
 
 /// Checks a request; `lens` are the lengths of the destinations that it brought.
@@ -72,7 +84,15 @@ pub(super) fn check(
     lens: (Option<usize>, Option<usize>),
     verify: bool,
 ) -> Result<Plan> {
-    let Request { segments, lo, hi, dtype, shape, fill, .. } = request;
+    let Request {
+        segments,
+        lo,
+        hi,
+        dtype,
+        shape,
+        fill,
+        ..
+    } = request;
     let (rows, row_bytes) = sizes(lo, hi, dtype, &shape)?;
     for (name, have, want) in [("out", lens.0, rows * row_bytes), ("valid", lens.1, rows)] {
         if let Some(have) = have.filter(|&have| have != want) {
@@ -82,7 +102,9 @@ pub(super) fn check(
     }
     let dims = |dims: &[u64]| -> Vec<usize> {
         // A dimension beyond usize belongs to a shape of no bytes: its size is never used.
-        dims.iter().map(|&dim| usize::try_from(dim).unwrap_or(usize::MAX)).collect()
+        dims.iter()
+            .map(|&dim| usize::try_from(dim).unwrap_or(usize::MAX))
+            .collect()
     };
     let shape_usize = dims(&shape);
     let unit = unit(dtype, &shape_usize, &fill)?;
@@ -90,7 +112,11 @@ pub(super) fn check(
     let mut needs = Vec::with_capacity(segments.len());
     for (index, segment) in segments.into_iter().enumerate() {
         let wrong = |why: String| {
-            Err(Error::invalid("gather", segment.file.as_str(), format!("segment {index}: {why}")))
+            Err(Error::invalid(
+                "gather",
+                segment.file.as_str(),
+                format!("segment {index}: {why}"),
+            ))
         };
         if let Err(why) = crate::fs::check_path(&segment.file) {
             return wrong(why.into());
@@ -107,9 +133,16 @@ pub(super) fn check(
             ));
         }
         let fits = segment.shape.len() == shape.len()
-            && segment.shape.iter().zip(&shape).all(|(have, room)| have <= room);
+            && segment
+                .shape
+                .iter()
+                .zip(&shape)
+                .all(|(have, room)| have <= room);
         if !fits {
-            return wrong(format!("rows of shape {:?} do not fit into {shape:?}", segment.shape));
+            return wrong(format!(
+                "rows of shape {:?} do not fit into {shape:?}",
+                segment.shape
+            ));
         }
         let bytes = stored.tensor_bytes(&segment.shape);
         let end = bytes
@@ -138,7 +171,11 @@ pub(super) fn check(
             dtype: stored,
             shape: dims(&segment.shape),
             row_bytes,
-            checksum: if verify { segment.checksum } else { String::new() },
+            checksum: if verify {
+                segment.checksum
+            } else {
+                String::new()
+            },
             file: segment.file,
             index,
         });
@@ -158,7 +195,15 @@ pub(super) fn check(
     for (index, _) in pieces.iter_mut().filter_map(|piece| piece.from.as_mut()) {
         *index = place[*index].unwrap_or(0);
     }
-    Ok(Plan { rows, row_bytes, dtype, shape: shape_usize, unit, pieces, needs })
+    Ok(Plan {
+        rows,
+        row_bytes,
+        dtype,
+        shape: shape_usize,
+        unit,
+        pieces,
+        needs,
+    })
 }
 
 fn unit(dtype: DType, shape: &[usize], fill: &Fill) -> Result<Vec<u8>> {
@@ -166,16 +211,23 @@ fn unit(dtype: DType, shape: &[usize], fill: &Fill) -> Result<Vec<u8>> {
     match fill {
         Fill::Item(item) if dtype.item_size() == Some(item.len() as u64) => {
             // Equal bytes need no pattern.
-            let one = item.first().filter(|first| item.iter().all(|byte| byte == *first));
+            let one = item
+                .first()
+                .filter(|first| item.iter().all(|byte| byte == *first));
             Ok(one.map_or_else(|| item.clone(), |byte| vec![*byte]))
         }
-        Fill::Item(item) => {
-            wrong(format!("a fill of {} bytes is no item of {}", item.len(), dtype.numpy()))
-        }
+        Fill::Item(item) => wrong(format!(
+            "a fill of {} bytes is no item of {}",
+            item.len(),
+            dtype.numpy()
+        )),
         Fill::Spread if shape.contains(&0) => Ok(vec![0]),
         Fill::Spread => match spread_unit(dtype, shape.last().copied().unwrap_or(1)) {
             Some(unit) => Ok(unit),
-            None => wrong(format!("{} cannot hold distinct ids for shape {shape:?}", dtype.numpy())),
+            None => wrong(format!(
+                "{} cannot hold distinct ids for shape {shape:?}",
+                dtype.numpy()
+            )),
         },
     }
 }
@@ -190,9 +242,14 @@ struct Span {
 /// Which segment each row comes from, in n log n: a sweep over all starts and stops with the latest
 /// segment on top of a heap.
 fn winners(rows: usize, spans: &[Span], needs: &[Need]) -> Vec<Piece> {
-    let mut starts: Vec<usize> = (0..spans.len()).filter(|&i| spans[i].start < spans[i].stop).collect();
+    let mut starts: Vec<usize> = (0..spans.len())
+        .filter(|&i| spans[i].start < spans[i].stop)
+        .collect();
     starts.sort_by_key(|&i| spans[i].start);
-    let mut cuts: Vec<usize> = starts.iter().flat_map(|&i| [spans[i].start, spans[i].stop]).collect();
+    let mut cuts: Vec<usize> = starts
+        .iter()
+        .flat_map(|&i| [spans[i].start, spans[i].stop])
+        .collect();
     cuts.extend([0, rows]);
     cuts.sort_unstable();
     cuts.dedup();
@@ -212,7 +269,11 @@ fn winners(rows: usize, spans: &[Span], needs: &[Need]) -> Vec<Piece> {
             let skipped = (from - spans[i].start) as u64 * needs[i].row_bytes as u64;
             (i, spans[i].at + skipped)
         });
-        pieces.push(Piece { rows: from..to, covered: winner.is_some(), from: read });
+        pieces.push(Piece {
+            rows: from..to,
+            covered: winner.is_some(),
+            from: read,
+        });
     }
     pieces
 }

@@ -31,7 +31,10 @@ impl<F: Fs> Reader<'_, F> {
     pub(super) fn exact(&self, mut buf: &mut [u8], mut offset: u64) -> Result<()> {
         while !buf.is_empty() {
             let most = buf.len().min(MOST);
-            let got = self.fs.read_at(self.file, &mut buf[..most], offset).context("gather", self.name)?;
+            let got = self
+                .fs
+                .read_at(self.file, &mut buf[..most], offset)
+                .context("gather", self.name)?;
             if got == 0 {
                 let why = format!("the file ended at byte {offset} while it was read");
                 return Err(Error::corrupt("gather", self.name, why));
@@ -71,7 +74,8 @@ impl<F: Fs> Reader<'_, F> {
             let known = blocks.get(digits..digits.saturating_add(16));
             if known != Some(hex16(hasher.finish()).as_str()) {
                 let (name, end) = (&tensor.name, to);
-                let why = format!("tensor {name:?} differs from its checksum in bytes {from}..{end}");
+                let why =
+                    format!("tensor {name:?} differs from its checksum in bytes {from}..{end}");
                 return Err(Error::corrupt("verify", self.name, why));
             }
             rest = later;
@@ -80,7 +84,13 @@ impl<F: Fs> Reader<'_, F> {
     }
 
     /// Hashes bytes `from..to` that nobody wants.
-    fn hash(&self, hasher: &mut XxHash3_64, from: u64, to: u64, scratch: &mut Vec<u8>) -> Result<()> {
+    fn hash(
+        &self,
+        hasher: &mut XxHash3_64,
+        from: u64,
+        to: u64,
+        scratch: &mut Vec<u8>,
+    ) -> Result<()> {
         let mut at = from;
         while at < to {
             let most = usize::try_from(to - at).map_or(PIECE, |left| left.min(PIECE));

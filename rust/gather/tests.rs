@@ -37,7 +37,10 @@ struct Bench {
 
 impl Bench {
     fn new() -> Self {
-        Self { root: tempfile::tempdir().unwrap(), pool: Pool::new(1 << 30) }
+        Self {
+            root: tempfile::tempdir().unwrap(),
+            pool: Pool::new(1 << 30),
+        }
     }
 
     fn write(&self, name: &str, bytes: &[u8]) {
@@ -49,7 +52,13 @@ impl Bench {
     fn gather(&self, requests: Vec<Request<'_>>, verify: bool) -> Vec<Result<Filled>> {
         let (fs, dir) = real(self.root.path());
         let stop = AtomicBool::new(false);
-        let source = Source { fs: &fs, dir: &dir, pool: &self.pool, stop: &stop, verify };
+        let source = Source {
+            fs: &fs,
+            dir: &dir,
+            pool: &self.pool,
+            stop: &stop,
+            verify,
+        };
         gather(&source, requests)
     }
 
@@ -67,13 +76,36 @@ fn real(root: &Path) -> (RealFs, <RealFs as Fs>::Dir) {
 
 fn segment(file: &str, offset: u64, pos: u64, rows: u64, dtype: DType, shape: &[u64]) -> Segment {
     let (file, dtype) = (file.into(), dtype.numpy().into());
-    Segment { file, offset, pos, rows, dtype, shape: shape.into(), checksum: String::new() }
+    Segment {
+        file,
+        offset,
+        pos,
+        rows,
+        dtype,
+        shape: shape.into(),
+        checksum: String::new(),
+    }
 }
 
-fn request<'a>(segments: Vec<Segment>, lo: u64, hi: u64, dtype: DType, shape: &[u64]) -> Request<'a> {
+fn request<'a>(
+    segments: Vec<Segment>,
+    lo: u64,
+    hi: u64,
+    dtype: DType,
+    shape: &[u64],
+) -> Request<'a> {
     let item = vec![0; usize::try_from(dtype.bits() / 8).unwrap()];
     let shape = shape.to_vec();
-    Request { segments, lo, hi, dtype, shape, fill: Fill::Item(item), out: None, valid: None }
+    Request {
+        segments,
+        lo,
+        hi,
+        dtype,
+        shape,
+        fill: Fill::Item(item),
+        out: None,
+        valid: None,
+    }
 }
 
 /// What a request means, one item at a time.
@@ -96,7 +128,10 @@ fn naive(bench: &Bench, request: &Request<'_>) -> (Vec<u8>, Vec<u8>) {
                 (Some(s), _) => {
                     let from = DType::from_numpy(&s.dtype).unwrap();
                     let width = from.bits() / 8;
-                    let flat = index.iter().zip(&s.shape).fold(0, |at, (i, dim)| at * dim + i);
+                    let flat = index
+                        .iter()
+                        .zip(&s.shape)
+                        .fold(0, |at, (i, dim)| at * dim + i);
                     let stored: u64 = s.shape.iter().product();
                     let at = s.offset + ((row - s.pos) * stored + flat) * width;
                     let bytes = std::fs::read(bench.root.path().join(&s.file)).unwrap();
@@ -148,12 +183,23 @@ fn random_batches_agree_with_a_naive_model() {
                 let stored: Vec<u64> = shape.iter().map(less).collect();
                 let file = format!("v{}/f.safetensors", random.below(4));
                 let (offset, rows) = (random.below(100), random.below(12));
-                segments.push(segment(&file, offset, random.below(40), rows, from, &stored));
+                segments.push(segment(
+                    &file,
+                    offset,
+                    random.below(40),
+                    rows,
+                    from,
+                    &stored,
+                ));
                 if random.below(3) == 0 {
                     // Its continuation, as a streaming writer makes it.
                     let last = segments.last().unwrap().clone();
                     let bytes = stored.iter().product::<u64>() * from.bits() / 8 * rows;
-                    segments.push(Segment { offset: offset + bytes, pos: last.pos + rows, ..last });
+                    segments.push(Segment {
+                        offset: offset + bytes,
+                        pos: last.pos + rows,
+                        ..last
+                    });
                 }
             }
             let mut one = request(segments, lo, lo + random.below(40), dtype, &shape);
@@ -165,8 +211,10 @@ fn random_batches_agree_with_a_naive_model() {
             batch.push(one);
         }
         let expect: Vec<_> = batch.iter().map(|request| naive(&bench, request)).collect();
-        let mut own: Vec<_> =
-            expect.iter().map(|(out, valid)| (vec![0xaa; out.len()], vec![0xaa; valid.len()])).collect();
+        let mut own: Vec<_> = expect
+            .iter()
+            .map(|(out, valid)| (vec![0xaa; out.len()], vec![0xaa; valid.len()]))
+            .collect();
         if round % 2 == 0 {
             for (request, (out, valid)) in batch.iter_mut().zip(&mut own) {
                 request.out = Some(out);
@@ -178,7 +226,10 @@ fn random_batches_agree_with_a_naive_model() {
             let filled = result.unwrap();
             let out = filled.out.as_deref().unwrap_or(&own[at].0);
             let valid = filled.valid.as_deref().unwrap_or(&own[at].1);
-            assert!((out, valid) == (&expect[at].0[..], &expect[at].1[..]), "round {round} item {at}");
+            assert!(
+                (out, valid) == (&expect[at].0[..], &expect[at].1[..]),
+                "round {round} item {at}"
+            );
         }
     }
 }
@@ -193,10 +244,16 @@ fn reused_memory_is_overwritten() {
         let mut dirty = bench.pool.take(500 * 2048).unwrap();
         dirty.fill(0xee);
         drop(dirty);
-        let (out, valid) = bench.one(request(segments(), 0, 500, DType::U8, shape)).unwrap();
+        let (out, valid) = bench
+            .one(request(segments(), 0, 500, DType::U8, shape))
+            .unwrap();
         let width = usize::try_from(shape[1]).unwrap();
         let expect = |i: usize| (10..110).contains(&(i / 1024 / width)) && i % width == 0;
-        assert!(out.iter().enumerate().all(|(i, &b)| b == if expect(i) { 7 } else { 0 }));
+        assert!(
+            out.iter()
+                .enumerate()
+                .all(|(i, &b)| b == if expect(i) { 7 } else { 0 })
+        );
         assert_eq!(valid.iter().map(|&b| usize::from(b)).sum::<usize>(), 100);
     }
 }
@@ -208,33 +265,81 @@ fn claims_are_checked_before_anything_is_read() {
     bench.write("v1/a", &[0; 100]);
     let good = segment("v1/a", 0, 0, 10, DType::U8, &[2]);
     let bad = [
-        Segment { offset: u64::MAX, ..good.clone() },
-        Segment { pos: u64::MAX, ..good.clone() },
-        Segment { rows: u64::MAX, ..good.clone() },
-        Segment { shape: vec![3], ..good.clone() },
-        Segment { shape: vec![], ..good.clone() },
-        Segment { shape: vec![2, 1], ..good.clone() },
-        Segment { dtype: "int8".into(), ..good.clone() },
-        Segment { dtype: "uint128".into(), ..good.clone() },
-        Segment { dtype: "bool".into(), ..good.clone() },
-        Segment { file: "../a".into(), ..good.clone() },
-        Segment { file: "/v1/a".into(), ..good.clone() },
-        Segment { file: String::new(), ..good.clone() },
+        Segment {
+            offset: u64::MAX,
+            ..good.clone()
+        },
+        Segment {
+            pos: u64::MAX,
+            ..good.clone()
+        },
+        Segment {
+            rows: u64::MAX,
+            ..good.clone()
+        },
+        Segment {
+            shape: vec![3],
+            ..good.clone()
+        },
+        Segment {
+            shape: vec![],
+            ..good.clone()
+        },
+        Segment {
+            shape: vec![2, 1],
+            ..good.clone()
+        },
+        Segment {
+            dtype: "int8".into(),
+            ..good.clone()
+        },
+        Segment {
+            dtype: "uint128".into(),
+            ..good.clone()
+        },
+        Segment {
+            dtype: "bool".into(),
+            ..good.clone()
+        },
+        Segment {
+            file: "../a".into(),
+            ..good.clone()
+        },
+        Segment {
+            file: "/v1/a".into(),
+            ..good.clone()
+        },
+        Segment {
+            file: String::new(),
+            ..good.clone()
+        },
     ];
     for segment in bad {
         let text = format!("{segment:?}");
-        let error = bench.one(request(vec![segment], 0, 10, DType::U16, &[2])).unwrap_err();
+        let error = bench
+            .one(request(vec![segment], 0, 10, DType::U16, &[2]))
+            .unwrap_err();
         assert!(matches!(error.kind, Kind::Invalid(_)), "{text} {error}");
         assert!(error.to_string().contains("segment 0"), "{error}");
     }
     let huge = vec![u64::MAX, u64::MAX];
-    for (lo, hi, shape) in [(1, 0, &[2][..]), (0, u64::MAX, &[2]), (0, 1, &huge), (0, 1, &huge[1..])] {
-        let error = bench.one(request(vec![], lo, hi, DType::U8, shape)).unwrap_err();
+    for (lo, hi, shape) in [
+        (1, 0, &[2][..]),
+        (0, u64::MAX, &[2]),
+        (0, 1, &huge),
+        (0, 1, &huge[1..]),
+    ] {
+        let error = bench
+            .one(request(vec![], lo, hi, DType::U8, shape))
+            .unwrap_err();
         assert!(matches!(error.kind, Kind::Invalid(_)), "{error}");
     }
     let mut spread = request(vec![], 0, 1, DType::F32, &[2]);
     spread.fill = Fill::Spread;
-    assert!(matches!(bench.one(spread).unwrap_err().kind, Kind::Invalid(_)));
+    assert!(matches!(
+        bench.one(spread).unwrap_err().kind,
+        Kind::Invalid(_)
+    ));
     let mut short = [0; 19];
     let mut one = request(vec![good], 0, 10, DType::U8, &[2]);
     one.out = Some(&mut short);
@@ -248,14 +353,31 @@ fn a_file_too_short_is_corrupt_and_costs_no_memory() {
     let bench = Bench::new();
     bench.write("v1/a", &[0; 100]);
     let claim = segment("v1/a", 0, 0, 1 << 40, DType::U8, &[1 << 10]);
-    let error = bench.one(request(vec![claim], 0, 1 << 40, DType::U8, &[1 << 10])).unwrap_err();
-    assert!(matches!(error.kind, Kind::Corrupt(_)) && error.path == "v1/a", "{error}");
+    let error = bench
+        .one(request(vec![claim], 0, 1 << 40, DType::U8, &[1 << 10]))
+        .unwrap_err();
+    assert!(
+        matches!(error.kind, Kind::Corrupt(_)) && error.path == "v1/a",
+        "{error}"
+    );
     let edge = segment("v1/a", 1, 0, 100, DType::U8, &[]);
-    assert!(bench.one(request(vec![edge.clone()], 0, 100, DType::U8, &[])).is_err());
+    assert!(
+        bench
+            .one(request(vec![edge.clone()], 0, 100, DType::U8, &[]))
+            .is_err()
+    );
     // Also where only rows that exist are asked for: the claim as a whole is wrong.
-    assert!(bench.one(request(vec![edge.clone()], 0, 5, DType::U8, &[])).is_err());
+    assert!(
+        bench
+            .one(request(vec![edge.clone()], 0, 5, DType::U8, &[]))
+            .is_err()
+    );
     // But not where nothing of it is asked for.
-    assert!(bench.one(request(vec![edge], 100, 105, DType::U8, &[])).is_ok());
+    assert!(
+        bench
+            .one(request(vec![edge], 100, 105, DType::U8, &[]))
+            .is_ok()
+    );
 }
 
 #[test]
@@ -264,14 +386,23 @@ fn empty_things_are_fine() {
     let bench = Bench::new();
     bench.write("v1/a", &[5; 100]);
     let gone = segment("v1/gone", 1 << 50, 0, 5, DType::U8, &[0, 7]);
-    let (out, valid) = bench.one(request(vec![gone], 0, 6, DType::U8, &[0, 9])).unwrap();
+    let (out, valid) = bench
+        .one(request(vec![gone], 0, 6, DType::U8, &[0, 9]))
+        .unwrap();
     assert_eq!((out, valid), (vec![], vec![1, 1, 1, 1, 1, 0]));
     let narrow = segment("v1/gone", 0, 1, 2, DType::U8, &[0]);
-    let (out, valid) = bench.one(request(vec![narrow], 0, 3, DType::U8, &[2])).unwrap();
+    let (out, valid) = bench
+        .one(request(vec![narrow], 0, 3, DType::U8, &[2]))
+        .unwrap();
     assert_eq!((out, valid), (vec![0; 6], vec![0, 1, 1]));
-    assert_eq!(bench.one(request(vec![], 7, 7, DType::F64, &[3])).unwrap(), (vec![], vec![]));
+    assert_eq!(
+        bench.one(request(vec![], 7, 7, DType::F64, &[3])).unwrap(),
+        (vec![], vec![])
+    );
     let scalar = segment("v1/a", 98, 3, 2, DType::U8, &[]);
-    let (out, _) = bench.one(request(vec![scalar], 3, 6, DType::U16, &[])).unwrap();
+    let (out, _) = bench
+        .one(request(vec![scalar], 3, 6, DType::U16, &[]))
+        .unwrap();
     assert_eq!(out, [5, 0, 5, 0, 0, 0]);
 }
 
@@ -284,13 +415,22 @@ fn one_bad_request_does_not_stop_the_others() {
     std::os::unix::fs::symlink("a", bench.root.path().join("v1/link")).unwrap();
     let names = ["v1/a", "v1/gone", "v1/dir", "v1/link", "v2/gone", "v1/a"];
     let batch = names.map(|name| {
-        request(vec![segment(name, 0, 0, 4, DType::U8, &[])], 0, 4, DType::U8, &[])
+        request(
+            vec![segment(name, 0, 0, 4, DType::U8, &[])],
+            0,
+            4,
+            DType::U8,
+            &[],
+        )
     });
     let results = bench.gather(batch.into(), false);
     let errno = |at: usize| results[at].as_ref().unwrap_err().errno();
     assert!(results[0].is_ok() && results[5].is_ok());
     assert_eq!([errno(1), errno(4)], [Some(Errno::NOENT); 2]);
-    assert_eq!([errno(2), errno(3)], [Some(Errno::ISDIR), Some(Errno::LOOP)]);
+    assert_eq!(
+        [errno(2), errno(3)],
+        [Some(Errno::ISDIR), Some(Errno::LOOP)]
+    );
     assert_eq!(results[1].as_ref().unwrap_err().path, "v1/gone");
 }
 
@@ -305,13 +445,22 @@ fn more_files_than_descriptors() {
     let each = |(i, name): (u64, &String)| segment(name, 0, i, 1, DType::U16, &[]);
     let segments: Vec<_> = (0..).zip(&names).map(each).collect();
     let all = request(segments.clone(), 0, 3000, DType::U16, &[]);
-    let singles = segments.iter().rev().map(|s| request(vec![s.clone()], s.pos, s.pos + 1, DType::U16, &[]));
+    let singles = segments
+        .iter()
+        .rev()
+        .map(|s| request(vec![s.clone()], s.pos, s.pos + 1, DType::U16, &[]));
     let batch = singles.chain([all]).collect();
     let results = bench.gather(batch, false);
     let expect: Vec<u8> = (0_u16..3000).flat_map(u16::to_le_bytes).collect();
-    assert_eq!(&results[3000].as_ref().unwrap().out.as_deref().unwrap(), &expect);
+    assert_eq!(
+        &results[3000].as_ref().unwrap().out.as_deref().unwrap(),
+        &expect
+    );
     for (i, result) in results[..3000].iter().rev().enumerate() {
-        assert_eq!(result.as_ref().unwrap().out.as_deref().unwrap(), &expect[2 * i..2 * i + 2]);
+        assert_eq!(
+            result.as_ref().unwrap().out.as_deref().unwrap(),
+            &expect[2 * i..2 * i + 2]
+        );
     }
 }
 
@@ -320,12 +469,21 @@ fn offsets_beyond_two_gigabytes() {
     // Promise: positions in a file are 64 bits wide everywhere.
     let bench = Bench::new();
     bench.write("v1/a", &[]);
-    let mut file = File::options().write(true).open(bench.root.path().join("v1/a")).unwrap();
+    let mut file = File::options()
+        .write(true)
+        .open(bench.root.path().join("v1/a"))
+        .unwrap();
     file.seek(SeekFrom::Start((5 << 30) + 3)).unwrap();
     file.write_all(&[1, 2, 3, 4]).unwrap();
     let far = segment("v1/a", 1, 0, (5 << 30) + 6, DType::U8, &[]);
     let (lo, hi) = ((5 << 30) + 1, (5 << 30) + 6);
-    assert_eq!(bench.one(request(vec![far], lo, hi, DType::U8, &[])).unwrap().0, [0, 1, 2, 3, 4]);
+    assert_eq!(
+        bench
+            .one(request(vec![far], lo, hi, DType::U8, &[]))
+            .unwrap()
+            .0,
+        [0, 1, 2, 3, 4]
+    );
 }
 
 #[test]
@@ -336,18 +494,45 @@ fn large_reads_are_exact() {
     let bytes = random.bytes((9 << 20) + 77);
     bench.write("v1/a", &bytes);
     let whole = segment("v1/a", 77, 0, 9 << 10, DType::U8, &[1024]);
-    let (out, _) = bench.one(request(vec![whole.clone()], 0, 9 << 10, DType::U8, &[1024])).unwrap();
+    let (out, _) = bench
+        .one(request(vec![whole.clone()], 0, 9 << 10, DType::U8, &[1024]))
+        .unwrap();
     assert!(out == bytes[77..]);
-    let (out, _) = bench.one(request(vec![whole.clone()], 5, 9 << 10, DType::U32, &[1024])).unwrap();
-    assert!(out.chunks(4).map(|b| b[0]).eq(bytes[77 + 5 * 1024..].iter().copied()));
-    let (out, _) = bench.one(request(vec![whole], 1, 8 << 10, DType::U8, &[1025])).unwrap();
-    assert!(out.chunks(1025).zip(bytes[77 + 1024..].chunks(1024)).all(|(a, b)| a[..1024] == *b));
+    let (out, _) = bench
+        .one(request(
+            vec![whole.clone()],
+            5,
+            9 << 10,
+            DType::U32,
+            &[1024],
+        ))
+        .unwrap();
+    assert!(
+        out.chunks(4)
+            .map(|b| b[0])
+            .eq(bytes[77 + 5 * 1024..].iter().copied())
+    );
+    let (out, _) = bench
+        .one(request(vec![whole], 1, 8 << 10, DType::U8, &[1025]))
+        .unwrap();
+    assert!(
+        out.chunks(1025)
+            .zip(bytes[77 + 1024..].chunks(1024))
+            .all(|(a, b)| a[..1024] == *b)
+    );
 }
 
 /// A payload file with tensors "a" ([3000, 1024] u8) and "b" ([7, 3] u16), and their segments.
 fn payload(bench: &Bench, name: &str, random: &mut Random) -> [Segment; 2] {
-    let spec = |name: &str, dtype, shape: &[u64]| TensorSpec { name: name.into(), dtype, shape: shape.into() };
-    let specs = vec![spec("a", DType::U8, &[3000, 1024]), spec("b", DType::U16, &[7, 3])];
+    let spec = |name: &str, dtype, shape: &[u64]| TensorSpec {
+        name: name.into(),
+        dtype,
+        shape: shape.into(),
+    };
+    let specs = vec![
+        spec("a", DType::U8, &[3000, 1024]),
+        spec("b", DType::U16, &[7, 3]),
+    ];
     let layout = Layout::plan(1, specs).unwrap();
     let data = [random.bytes(3000 * 1024), random.bytes(42)];
     let lists = data.each_ref().map(|bytes| {
@@ -401,7 +586,10 @@ fn verify_finds_every_flipped_byte_in_a_touched_block() {
                 let result = read(&a, lo64, hi64, dtype, true);
                 assert_eq!(result.is_err(), touched, "{lo}..{hi} {at}");
                 if let Err(error) = result {
-                    assert!(matches!(error.kind, Kind::Corrupt(_)) && error.to_string().contains("\"a\""));
+                    assert!(
+                        matches!(error.kind, Kind::Corrupt(_))
+                            && error.to_string().contains("\"a\"")
+                    );
                 }
                 assert!(read(&a, lo64, hi64, dtype, false).is_ok());
             }
@@ -419,14 +607,33 @@ fn verify_notices_another_file_under_the_name() {
     let [a, b] = payload(&bench, "v1/a", &mut random);
     let [_, other] = payload(&bench, "v1/b", &mut random);
     let mut wrong = vec![
-        Segment { file: "v1/b".into(), ..a.clone() },
-        Segment { offset: b.offset, ..other.clone() },
-        Segment { offset: a.offset + 3000 * 1024 - 20, ..b.clone() },
-        Segment { offset: 16, ..b.clone() },
+        Segment {
+            file: "v1/b".into(),
+            ..a.clone()
+        },
+        Segment {
+            offset: b.offset,
+            ..other.clone()
+        },
+        Segment {
+            offset: a.offset + 3000 * 1024 - 20,
+            ..b.clone()
+        },
+        Segment {
+            offset: 16,
+            ..b.clone()
+        },
     ];
     wrong[1].file = "v1/a".into();
-    bench.write("v1/c", &std::fs::read(bench.root.path().join("v1/a")).unwrap()[4096..]);
-    wrong.push(Segment { file: "v1/c".into(), offset: 0, ..a });
+    bench.write(
+        "v1/c",
+        &std::fs::read(bench.root.path().join("v1/a")).unwrap()[4096..],
+    );
+    wrong.push(Segment {
+        file: "v1/c".into(),
+        offset: 0,
+        ..a
+    });
     for segment in wrong {
         let text = format!("{segment:?}");
         let shape = segment.shape.clone();
@@ -444,7 +651,22 @@ fn a_stopped_batch_ends() {
     bench.write("v1/a", &[1; 10]);
     let (fs, dir) = real(bench.root.path());
     let stop = AtomicBool::new(true);
-    let source = Source { fs: &fs, dir: &dir, pool: &bench.pool, stop: &stop, verify: false };
-    let batch = vec![request(vec![segment("v1/a", 0, 0, 10, DType::U8, &[])], 0, 10, DType::U8, &[])];
-    assert_eq!(gather(&source, batch).pop().unwrap().unwrap_err().errno(), Some(Errno::INTR));
+    let source = Source {
+        fs: &fs,
+        dir: &dir,
+        pool: &bench.pool,
+        stop: &stop,
+        verify: false,
+    };
+    let batch = vec![request(
+        vec![segment("v1/a", 0, 0, 10, DType::U8, &[])],
+        0,
+        10,
+        DType::U8,
+        &[],
+    )];
+    assert_eq!(
+        gather(&source, batch).pop().unwrap().unwrap_err().errno(),
+        Some(Errno::INTR)
+    );
 }

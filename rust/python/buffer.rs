@@ -20,7 +20,9 @@ impl Input {
         if buffer.is_c_contiguous() {
             Ok(Self(buffer))
         } else {
-            Err(PyValueError::new_err(format!("{what} must be C-contiguous")))
+            Err(PyValueError::new_err(format!(
+                "{what} must be C-contiguous"
+            )))
         }
     }
 
@@ -47,7 +49,10 @@ impl Output {
         } else if !buffer.is_c_contiguous() {
             "is not C-contiguous".into()
         } else if buffer.len_bytes() != len {
-            format!("has {} bytes, but {len} are to be written", buffer.len_bytes())
+            format!(
+                "has {} bytes, but {len} are to be written",
+                buffer.len_bytes()
+            )
         } else {
             return Ok(Self(buffer));
         };
@@ -63,8 +68,13 @@ impl Output {
             .map(|bytes| (bytes.addr().get(), bytes.len()))
             .collect();
         spans.sort_unstable();
-        if spans.windows(2).any(|pair| pair[1].0 - pair[0].0 < pair[0].1) {
-            return Err(PyValueError::new_err("two destinations of a batch share memory"));
+        if spans
+            .windows(2)
+            .any(|pair| pair[1].0 - pair[0].0 < pair[0].1)
+        {
+            return Err(PyValueError::new_err(
+                "two destinations of a batch share memory",
+            ));
         }
         let one = |output: &'_ mut Self| -> &mut [u8] {
             slice(&output.0).map_or(&mut [], |mut bytes| {
@@ -108,7 +118,11 @@ impl From<slab::Slab> for Slab {
         let len = memory.len();
         // The bytes of a slab do not move with it: they are mapped or in the heap.
         let start = NonNull::from(&mut *memory).cast();
-        Self { start, len, _memory: memory }
+        Self {
+            start,
+            len,
+            _memory: memory,
+        }
     }
 }
 
@@ -118,7 +132,7 @@ impl Slab {
         self.len
     }
 
-    #[allow(unsafe_code)]
+    #[allow(unsafe_code, clippy::needless_pass_by_value)]
     unsafe fn __getbuffer__(
         slf: Bound<'_, Self>,
         view: *mut ffi::Py_buffer,
@@ -130,10 +144,10 @@ impl Slab {
         // SAFETY: `view` comes from the interpreter. It gets a strong reference to the slab, so that
         // the `len` bytes at `start` live as long as the view.
         let code = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, len, 0, flags) };
-        if code == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+        if code == 0 {
+            Ok(())
+        } else {
+            Err(PyErr::fetch(slf.py()))
+        }
     }
-
-    /// Nothing to do: the interpreter drops the view's reference to the slab.
-    #[allow(unsafe_code)]
-    unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {}
 }

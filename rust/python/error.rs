@@ -21,11 +21,16 @@ pub(super) fn raise(error: Error) -> PyErr {
         Kind::Os { errno, .. } => {
             // Python's text shows number and path itself.
             let path = error.path.clone();
-            let text = Error { path: String::new(), ..error }.to_string();
+            let text = Error {
+                path: String::new(),
+                ..error
+            }
+            .to_string();
             let text = text.replace(&format!(" (os error {})", errno.raw_os_error()), "");
-            match path.is_empty() {
-                true => PyOSError::new_err((errno.raw_os_error(), text)),
-                false => PyOSError::new_err((errno.raw_os_error(), text, path)),
+            if path.is_empty() {
+                PyOSError::new_err((errno.raw_os_error(), text))
+            } else {
+                PyOSError::new_err((errno.raw_os_error(), text, path))
             }
         }
     }

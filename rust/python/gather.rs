@@ -52,11 +52,15 @@ impl Batch {
         };
         for (object, name, len) in [(out, "out", len), (valid, "valid", rows)] {
             if let Some(object) = object {
-                self.outputs.push(Output::get(object, &format!("request {at}: {name}"), len)?);
+                self.outputs
+                    .push(Output::get(object, &format!("request {at}: {name}"), len)?);
             }
         }
-        let segments: PyResult<Vec<_>> =
-            segments.try_iter()?.enumerate().map(|(i, object)| segment(i, &object?)).collect();
+        let segments: PyResult<Vec<_>> = segments
+            .try_iter()?
+            .enumerate()
+            .map(|(i, object)| segment(i, &object?))
+            .collect();
         self.work.items += segments.as_ref().map_or(0, Vec::len);
         self.work.bytes = self.work.bytes.saturating_add(len);
         self.brought.push((out.is_some(), valid.is_some()));
@@ -98,7 +102,11 @@ pub(super) fn gather<'py>(
         let valid = if valid { outputs.next() } else { None };
         match request {
             Ok(request) => {
-                ready.push(Request { out, valid, ..request });
+                ready.push(Request {
+                    out,
+                    valid,
+                    ..request
+                });
                 results.push(None);
             }
             Err(error) => results.push(Some(error)),
@@ -107,11 +115,20 @@ pub(super) fn gather<'py>(
     let mut done = detached(py, size, |stop| work(ready, stop))?.into_iter();
     let results = results.into_iter().map(|wrong| match wrong {
         Some(error) => Err(error),
-        None => done.next().expect("one result per request").map_err(error::raise),
+        None => done
+            .next()
+            .expect("one result per request")
+            .map_err(error::raise),
     });
     let list = error::results(py, results, |filled| {
-        let slab = |memory: Option<_>| memory.map(|memory| Py::new(py, Slab::from(memory))).transpose();
-        Ok((slab(filled.out)?, slab(filled.valid)?).into_pyobject(py)?.into_any())
+        let slab = |memory: Option<_>| {
+            memory
+                .map(|memory| Py::new(py, Slab::from(memory)))
+                .transpose()
+        };
+        Ok((slab(filled.out)?, slab(filled.valid)?)
+            .into_pyobject(py)?
+            .into_any())
     })?;
     PyList::new(py, list)
 }

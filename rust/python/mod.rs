@@ -3,6 +3,9 @@
 mod buffer;
 mod error;
 mod gather;
+mod probe;
+mod publish;
+mod root;
 mod run;
 mod segments;
 mod store;
@@ -22,6 +25,8 @@ mod _native {
     #[pymodule_export]
     use super::buffer::Slab;
     #[pymodule_export]
+    use super::root::Root;
+    #[pymodule_export]
     use super::store::Store;
     #[pymodule_export]
     use super::{owner_is_dead, temporary_name, xxh3};
@@ -29,7 +34,10 @@ mod _native {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let py: Python<'_> = module.py();
-        module.add("CorruptPayloadError", py.get_type::<super::error::CorruptPayloadError>())
+        module.add(
+            "CorruptPayloadError",
+            py.get_type::<super::error::CorruptPayloadError>(),
+        )
     }
 }
 
@@ -42,7 +50,9 @@ fn temporary_name(py: Python<'_>) -> PyResult<String> {
 /// Whether the writer of a temporary (or trash) of that name is provably gone.
 #[pyfunction]
 fn owner_is_dead(py: Python<'_>, temporary: &str) -> PyResult<bool> {
-    detached(py, Work::items(1), |_| crate::names::owner_is_dead(temporary))
+    detached(py, Work::items(1), |_| {
+        crate::names::owner_is_dead(temporary)
+    })
 }
 
 /// XXH3-64 as 16 hex digits.
@@ -50,5 +60,7 @@ fn owner_is_dead(py: Python<'_>, temporary: &str) -> PyResult<bool> {
 fn xxh3(py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<String> {
     let data = Input::get(data, "data")?;
     let bytes = data.bytes();
-    detached(py, Work::bytes(bytes.len()), |_| crate::format::xxh3_hex(bytes))
+    detached(py, Work::bytes(bytes.len()), |_| {
+        crate::format::xxh3_hex(bytes)
+    })
 }

@@ -22,7 +22,10 @@ pub(super) struct Work {
 
 impl Work {
     /// Nothing known about the size: a directory of any length.
-    pub(super) const UNKNOWN: Self = Self { items: usize::MAX, bytes: 0 };
+    pub(super) const UNKNOWN: Self = Self {
+        items: usize::MAX,
+        bytes: 0,
+    };
 
     pub(super) fn items(items: usize) -> Self {
         Self { items, bytes: 0 }
@@ -49,7 +52,12 @@ pub(super) fn detached<T: Send>(
         return Ok(py.detach(|| work(&stop)));
     }
     let work = Mutex::new(Some(work));
-    let run = || work.lock().unwrap_or_else(PoisonError::into_inner).take().map(|work| work(&stop));
+    let run = || {
+        work.lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()
+            .map(|work| work(&stop))
+    };
     let result = py.detach(|| {
         thread::scope(|scope| {
             let (alive, gone) = mpsc::channel::<()>();
@@ -64,11 +72,13 @@ pub(super) fn detached<T: Send>(
             let mut raised = Ok(());
             while gone.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
                 if raised.is_ok() {
-                    raised = Python::try_attach(Python::check_signals).unwrap_or(Ok(()));
+                    raised = Python::try_attach(|py| py.check_signals()).unwrap_or(Ok(()));
                     stop.store(raised.is_err(), Ordering::Relaxed);
                 }
             }
-            let done = worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            let done = worker
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             raised.map(|()| done)
         })
     })?;

@@ -11,11 +11,17 @@ use crate::gather::Segment;
 /// and attribute, because segments come from other machines.
 pub(super) fn segment(index: usize, object: &Bound<'_, PyAny>) -> PyResult<Segment> {
     let wrong = |name: &str, why: String| {
-        PyErr::from(Error::invalid("gather", "", format!("segment {index}: {name} {why}")))
+        PyErr::from(Error::invalid(
+            "gather",
+            "",
+            format!("segment {index}: {name} {why}"),
+        ))
     };
     let text = |name: &str| -> PyResult<String> {
         let value = object.getattr(name)?;
-        value.extract().map_err(|_| wrong(name, "is not a string".into()))
+        value
+            .extract()
+            .map_err(|_| wrong(name, "is not a string".into()))
     };
     let number = |name: &str| -> PyResult<u64> {
         unsigned(&object.getattr(name)?).map_err(|why| wrong(name, why))
@@ -38,7 +44,8 @@ pub(super) fn dims(object: &Bound<'_, PyAny>) -> Result<Vec<u64>, String> {
         return tuple.iter().map(|dim| unsigned(&dim)).collect();
     }
     let dims = object.try_iter().map_err(|_| not_a_shape())?;
-    dims.map(|dim| unsigned(&dim.map_err(|_| not_a_shape())?)).collect()
+    dims.map(|dim| unsigned(&dim.map_err(|_| not_a_shape())?))
+        .collect()
 }
 
 /// A size or position; why not otherwise.
@@ -49,7 +56,11 @@ pub(super) fn unsigned(object: &Bound<'_, PyAny>) -> Result<u64, String> {
             return "is not an integer".into();
         }
         let negative = object.lt(0).unwrap_or(false);
-        if negative { "is negative".into() } else { "is larger than 64 bits".into() }
+        if negative {
+            "is negative".into()
+        } else {
+            "is larger than 64 bits".into()
+        }
     })
 }
 

@@ -4,17 +4,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyList, PyTuple};
+use pyo3::types::{PyList, PyTuple};
 
-use super::buffer::Input;
 use super::error;
 use super::run::{Work, detached};
-use super::segments::{dims, unsigned};
-use crate::format::{DType, Header, TensorInfo};
+use super::segments::argument;
+use crate::format::{Header, TensorInfo};
 use crate::fs::real::RealFs;
 use crate::gather;
 use crate::slab::Pool;
 use crate::store::{self, StoreOptions};
+use crate::sweep::Scanned;
 
 /// Idle bytes that a store keeps for its next results.
 const IDLE: usize = 2 << 30;
@@ -35,11 +35,17 @@ pub(super) struct Store {
 
 impl Store {
     pub(super) fn core(&self) -> PyResult<Arc<Core>> {
-        let core = self.core.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let core = self
+            .core
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
         core.ok_or_else(|| PyValueError::new_err(format!("the store {:?} is closed", self.root)))
     }
 }
 
+// Python's arguments arrive as values.
+#[allow(clippy::needless_pass_by_value)]
 #[pymethods]
 impl Store {
     #[new]
@@ -52,7 +58,12 @@ impl Store {
         run_id: &str,
         group_writable: bool,
     ) -> PyResult<Self> {
-        let options = StoreOptions { create, owner, run_id: run_id.into(), group_writable };
+        let options = StoreOptions {
+            create,
+            owner,
+            run_id: run_id.into(),
+            group_writable,
+        };
         let core = detached(py, Work::items(1), |_| Core::open_path(root, &options))??;
         Ok(Self {
             pool: Pool::new(IDLE),
@@ -84,8 +95,21 @@ impl Store {
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let core = self.core.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let core = self
+            .core
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         detached(py, Work::items(1), |_| drop(core))
+    }
+
+    #[pyo3(signature = (files, *, durable=false))]
+    fn publish<'py>(
+        &self,
+        files: &Bound<'py, PyAny>,
+        durable: bool,
+    ) -> PyResult<Bound<'py, PyList>> {
+        super::publish::publish(files.py(), &*self.core()?, files, durable)
     }
 
     fn header<'py>(&self, py: Python<'py>, files: Vec<String>) -> PyResult<Bound<'py, PyList>> {
@@ -104,14 +128,66 @@ impl Store {
         let core = self.core()?;
         super::gather::gather(requests.py(), requests, verify, |requests, stop| {
             let (fs, dir, pool) = (core.fs(), core.dir(), &self.pool);
-            gather::gather(&gather::Source { fs, dir, pool, stop, verify }, requests)
+            gather::gather(
+                &gather::Source {
+                    fs,
+                    dir,
+                    pool,
+                    stop,
+                    verify,
+                },
+                requests,
+            )
         })
+    }
+
+    #[pyo3(signature = (files, *, needs=None, sizes=false, method="auto"))]
+    fn probe<'py>(
+        &self,
+        py: Python<'py>,
+        files: Vec<String>,
+        needs: Option<Vec<Bound<'py, PyAny>>>,
+        sizes: bool,
+        method: &str,
+    ) -> PyResult<super::probe::Columns<'py>> {
+        super::probe::probe(py, &*self.core()?, &files, needs.as_deref(), sizes, method)
+    }
+
+    fn reclaim<'py>(&self, py: Python<'py>, files: Vec<String>) -> PyResult<Bound<'py, PyList>> {
+        let core = self.core()?;
+        let done = detached(py, Work::items(files.len()), |_| core.reclaim(&files))??;
+        let wrap = |freed: Option<u64>| {
+            // -1: it was already gone.
+            let freed = freed.map_or(-1, |bytes| i64::try_from(bytes).unwrap_or(i64::MAX));
+            Ok(freed.into_pyobject(py)?.into_any())
+        };
+        PyList::new(py, error::results(py, done, wrap)?)
+    }
+
+    fn scan(&self, py: Python<'_>) -> PyResult<Vec<(String, u64, i128, &'static str)>> {
+        let core = self.core()?;
+        let found = detached(py, Work::UNKNOWN, |_| core.scan())??;
+        let wrap = |one: Scanned| (one.file, one.size, one.mtime_ns, one.found.word());
+        Ok(found.into_iter().map(wrap).collect())
+    }
+
+    fn versions(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        let core = self.core()?;
+        Ok(detached(py, Work::items(1), |_| core.versions())??)
+    }
+
+    fn retire(&self, py: Python<'_>, version: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let (core, version) = (self.core()?, argument(version, "version")?);
+        Ok(detached(py, Work::UNKNOWN, |_| core.retire(version))??)
     }
 
     fn sync<'py>(&self, py: Python<'py>, files: Vec<String>) -> PyResult<Bound<'py, PyList>> {
         let core = self.core()?;
         let done = detached(py, Work::items(files.len()), |_| core.sync(&files))?;
-        PyList::new(py, error::results(py, done, |()| Ok(py.None().into_bound(py)))?)
+        PyList::new(
+            py,
+            error::results(py, done, |()| Ok(py.None().into_bound(py)))?,
+        )
     }
 }
 
@@ -121,8 +197,18 @@ fn describe<'py>(py: Python<'py>, header: &Header) -> PyResult<Bound<'py, PyAny>
         let shape = PyTuple::new(py, &tensor.shape)?;
         let checksum = header.checksum(&tensor.name);
         let dtype = tensor.dtype.numpy();
-        (&tensor.name, dtype, shape, tensor.offset, tensor.len, checksum).into_pyobject(py)
+        (
+            &tensor.name,
+            dtype,
+            shape,
+            tensor.offset,
+            tensor.len,
+            checksum,
+        )
+            .into_pyobject(py)
     };
     let tensors: PyResult<Vec<_>> = header.tensors.iter().map(one).collect();
-    Ok((header.size, tensors?, &header.metadata).into_pyobject(py)?.into_any())
+    Ok((header.size, tensors?, &header.metadata)
+        .into_pyobject(py)?
+        .into_any())
 }

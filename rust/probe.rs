@@ -1,0 +1,307 @@
+//! Probe: which files are there. A missing file is an answer; what could not be found out is an
+//! error, and never reported as missing.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::ControlFlow;
+
+use rustix::io::Errno;
+
+use crate::fs::{FileKind, Fs, Io, check_path, split_path, whole};
+use crate::store::{Store, open_parents};
+use crate::threads::{self, IO_THREADS};
+
+/// How a probe looks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Method {
+    /// By scanning a directory of which much is asked, else by stat.
+    Auto,
+    /// Scan every directory once; names that it lacks are confirmed by stat.
+    Scan,
+    /// Stat every name.
+    Stat,
+}
+
+/// What a probe found about one file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Answer {
+    /// Whether a regular file of sufficient size is there.
+    pub present: bool,
+    /// Its size; -1 if it was not asked for or is not known.
+    pub size: i64,
+    /// 0, or why it is not present: `ENOENT` missing, `ENODATA` short, `EINVAL` no regular file or
+    /// no allowed name; anything else means that it could not be found out.
+    pub errno: i32,
+}
+
+/// From this many names of one directory on, it is read instead.
+const MANY: usize = 64;
+
+/// A scan that has met this many entries per name asked for (and some) is given up.
+const SPARSE: usize = 16;
+
+impl Answer {
+    fn error(errno: Errno) -> Self {
+        Self {
+            present: false,
+            size: -1,
+            errno: errno.raw_os_error(),
+        }
+    }
+}
+
+impl<F: Fs> Store<F> {
+    /// Looks for each file. With `needs`, one number per file, a shorter file counts as gone.
+    pub fn probe(
+        &self,
+        files: &[String],
+        needs: Option<&[u64]>,
+        sizes: bool,
+        method: Method,
+    ) -> Vec<Answer> {
+        let sizes = sizes || needs.is_some();
+        let parents = open_parents(
+            &self.fs,
+            &self.dir,
+            files.iter().map(String::as_str),
+            check_path,
+        );
+        let mut answers = vec![Answer::error(Errno::INVAL); files.len()];
+        let mut by_parent: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+        for (index, file) in files.iter().enumerate() {
+            if check_path(file).is_ok() {
+                by_parent.entry(split_path(file).0).or_default().push(index);
+            }
+        }
+        let mut unknown = Vec::new();
+        for (parent, indices) in by_parent {
+            let dir = match &parents[parent] {
+                Ok(dir) => dir,
+                Err(errno) => {
+                    indices
+                        .iter()
+                        .for_each(|&index| answers[index] = Answer::error(*errno));
+                    continue;
+                }
+            };
+            // Where sizes are asked for, each name is described anyway, and a scan saves nothing.
+            let scan = match method {
+                Method::Auto => !sizes && indices.len() >= MANY,
+                Method::Scan => true,
+                Method::Stat => false,
+            };
+            let limit = if method == Method::Scan {
+                usize::MAX
+            } else {
+                indices.len() * SPARSE + 1024
+            };
+            let listed = if scan {
+                self.listed(dir, files, &indices, limit)
+            } else {
+                HashMap::new()
+            };
+            for index in indices {
+                match listed.get(split_path(&files[index]).1) {
+                    Some(FileKind::File) if !sizes => {
+                        answers[index] = Answer {
+                            present: true,
+                            size: -1,
+                            errno: 0,
+                        };
+                    }
+                    _ => unknown.push((index, dir)),
+                }
+            }
+        }
+        let found = threads::map(&unknown, IO_THREADS, |&(index, dir)| {
+            let need = needs
+                .and_then(|needs| needs.get(index))
+                .copied()
+                .unwrap_or(0);
+            self.stat_one(dir, &files[index], need, sizes)
+        });
+        for ((index, _), answer) in unknown.into_iter().zip(found) {
+            answers[index] = answer;
+        }
+        answers
+    }
+
+    /// The asked-for names that a listing shows, and as what. A listing that fails says nothing: the
+    /// names are then asked for one by one, which also says why.
+    fn listed(
+        &self,
+        dir: &F::Dir,
+        files: &[String],
+        indices: &[usize],
+        limit: usize,
+    ) -> HashMap<String, FileKind> {
+        let asked: std::collections::HashSet<&str> = indices
+            .iter()
+            .map(|&index| split_path(&files[index]).1)
+            .collect();
+        let mut listed = HashMap::with_capacity(asked.len());
+        let mut seen = 0;
+        let result = self.fs.list(dir, &mut |name, kind| {
+            seen += 1;
+            if asked.contains(name) {
+                listed.insert(name.to_string(), kind);
+            }
+            if seen >= limit || listed.len() == asked.len() {
+                return ControlFlow::Break(());
+            }
+            ControlFlow::Continue(())
+        });
+        if result.is_err() {
+            HashMap::new()
+        } else {
+            listed
+        }
+    }
+
+    fn stat_one(&self, dir: &F::Dir, file: &str, need: u64, sizes: bool) -> Answer {
+        let (parent, name) = split_path(file);
+        let stat = match self.fs.stat(dir, name) {
+            // The directory was replaced on the server since it was opened: once more from above.
+            Err(Errno::STALE) => self.again(parent, name),
+            other => other,
+        };
+        let stat = match stat {
+            Ok(stat) => stat,
+            Err(errno) => return Answer::error(errno),
+        };
+        if let Some(errno) = whole::wrong_kind(stat.kind) {
+            return Answer::error(errno);
+        }
+        let size = if sizes {
+            i64::try_from(stat.size).unwrap_or(i64::MAX)
+        } else {
+            -1
+        };
+        if stat.size < need {
+            return Answer {
+                size,
+                ..Answer::error(Errno::NODATA)
+            };
+        }
+        Answer {
+            present: true,
+            size,
+            errno: 0,
+        }
+    }
+
+    fn again(&self, parent: &str, name: &str) -> Io<crate::fs::Stat> {
+        let root = self.fs.open_dir(&self.dir, "")?;
+        self.fs.stat(&self.fs.open_dir(&root, parent)?, name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::fs::real::{Confinement, RealFs};
+    use crate::store::StoreOptions;
+
+    #[test]
+    fn all_ways_agree_on_everything_odd() {
+        // Promise: scan, stat and auto give the same answers on both confinements: present, missing,
+        // short, links, directories, FIFOs, bad names; an unreadable place is never "missing".
+        let temp = tempfile::tempdir().unwrap();
+        let path = temp.path();
+        let options = StoreOptions {
+            create: true,
+            ..StoreOptions::default()
+        };
+        Store::<RealFs>::open_path(path.to_str().unwrap(), &options).unwrap();
+        std::fs::create_dir_all(path.join("v1/dir")).unwrap();
+        for i in 0..200 {
+            std::fs::write(path.join(format!("v1/f{i}")), vec![0; i]).unwrap();
+        }
+        std::os::unix::fs::symlink("f1", path.join("v1/link")).unwrap();
+        std::os::unix::fs::symlink("v1", path.join("v2")).unwrap();
+        let dir = rustix::fs::open(path.join("v1"), rustix::fs::OFlags::PATH, 0.into()).unwrap();
+        let mode = rustix::fs::Mode::from_raw_mode(0o600);
+        rustix::fs::mknodat(&dir, "fifo", rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        let mut files: Vec<String> = (0..300).map(|i| format!("v1/f{i}")).collect();
+        let odd = [
+            ("v1/dir", Errno::INVAL),
+            ("v1/link", Errno::LOOP),
+            ("v1/fifo", Errno::INVAL),
+            ("v2/f1", Errno::LOOP),
+            ("v3/f1", Errno::NOENT),
+            ("v1/f1/x", Errno::NOTDIR),
+            ("../x", Errno::INVAL),
+            ("", Errno::INVAL),
+            ("/etc/passwd", Errno::INVAL),
+            ("v1/.tmp-1", Errno::INVAL),
+        ];
+        files.extend(odd.iter().map(|(file, _)| (*file).to_string()));
+        let needs: Vec<u64> = (0..files.len() as u64).map(|i| i.min(150)).collect();
+        for confinement in [Confinement::Openat2, Confinement::Checked] {
+            let fs = RealFs::with(confinement);
+            let dir = fs.open_root(path.to_str().unwrap(), false).unwrap();
+            let store = Store::open(fs, dir, "t", &StoreOptions::default()).unwrap();
+            for method in [Method::Auto, Method::Scan, Method::Stat] {
+                let plain = store.probe(&files, None, false, method);
+                let sized = store.probe(&files, None, true, method);
+                let more: Vec<u64> = needs.iter().map(|need| need + 1).collect();
+                let enough = store.probe(&files, Some(&needs), false, method);
+                let short = store.probe(&files, Some(&more), false, method);
+                for i in 0..300 {
+                    let size = i64::try_from(i).unwrap();
+                    let here = i < 200;
+                    let errno = if here { 0 } else { Errno::NOENT.raw_os_error() };
+                    assert_eq!(
+                        plain[i],
+                        Answer {
+                            present: here,
+                            size: -1,
+                            errno
+                        }
+                    );
+                    let size = if here { size } else { -1 };
+                    assert_eq!(
+                        sized[i],
+                        Answer {
+                            present: here,
+                            size,
+                            errno
+                        }
+                    );
+                    assert_eq!(enough[i], sized[i]);
+                    if i <= 150 {
+                        let errno = Errno::NODATA.raw_os_error();
+                        assert_eq!(
+                            short[i],
+                            Answer {
+                                present: false,
+                                size,
+                                errno
+                            }
+                        );
+                    }
+                }
+                for (i, (file, errno)) in odd.iter().enumerate() {
+                    for answers in [&plain, &sized, &enough] {
+                        assert_eq!(answers[300 + i], Answer::error(*errno), "{file} {method:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_huge_directory_is_not_read_to_its_end() {
+        // Promise: auto stops a scan that is far larger than the question and still answers right.
+        let fs = crate::fs::sim::SimFs::new();
+        let store = crate::publish::tests::sim_store(&fs).unwrap();
+        fs.make_dir(&fs.root(), "v1", 0o777).unwrap();
+        let dir = fs.open_dir(&fs.root(), "v1").unwrap();
+        for i in 0..4000 {
+            fs.create(&dir, &format!("f{i:04}"), 0o666).unwrap();
+        }
+        let files: Vec<String> = (3970..4040).map(|i| format!("v1/f{i:04}")).collect();
+        let answers = store.probe(&files, None, false, Method::Auto);
+        assert_eq!(answers.iter().filter(|answer| answer.present).count(), 30);
+    }
+}
