@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from native import Segment, gather, publish, raw, request
-
 from prime_io import _native
 from prime_io._native import CorruptPayloadError, Store
 

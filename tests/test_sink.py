@@ -8,8 +8,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from work import FIELD, Bench
-
 from prime_io import (
     Episode,
     GroupCancellation,
@@ -20,6 +18,7 @@ from prime_io import (
     Trace,
     load_batch,
 )
+from work import FIELD, Bench
 
 
 def run(coroutine):  # type: ignore[no-untyped-def]
@@ -54,7 +53,9 @@ def test_a_batch_loads_what_was_added(tmp_path: Path) -> None:
         batch = bench.sink.take_batch()
         assert batch is not None
         again = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=type(batch))
-        for episode, trace, expected in zip(episodes, load_batch(again, store=bench.store), rows, strict=True):
+        for episode, trace, expected in zip(
+            episodes, load_batch(again, store=bench.store), rows, strict=True
+        ):
             sent, got = episode.traces[0].samples[0], trace.samples[0]
             for name in ("token_ids", "mask", "logprobs"):
                 np.testing.assert_array_equal(getattr(sent, name), getattr(got, name))
@@ -112,7 +113,9 @@ def test_state_is_one_instant(tmp_path: Path) -> None:
     run(main())
 
 
-@pytest.mark.parametrize("kind", ["trained", "stale", "zero", "rejected", "errored", "eval", "cancelled", "drained"])
+@pytest.mark.parametrize(
+    "kind", ["trained", "stale", "zero", "rejected", "errored", "eval", "cancelled", "drained"]
+)
 def test_rule_08_every_way_out_releases(tmp_path: Path, kind: str) -> None:
     """Rule 8: whichever way work leaves the pipeline, no file of it stays and the ledger is empty."""
 

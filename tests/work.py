@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from prime_io import (
     Episode,
     FieldSpec,
@@ -37,20 +36,28 @@ class Bench:
         self.dropped: dict[str, list[str]] = {}
         self.results: list[Any] = []
         self.forgotten: list[str] = []
+        callbacks = {
+            "on_result": self.results.append,
+            "on_consumed": self.forgotten.append,
+            "on_drop": self.drop,
+        }
+        self.sink = self.sink_of(
+            self.store, progress=self.progress, policy=self.policy, **(callbacks | options)
+        )
+
+    @staticmethod
+    def sink_of(store: PayloadStore, **options: Any) -> TrainSink:
         settings: dict[str, Any] = {
+            "progress": Progress(),
+            "policy": Policy(100),
             "group_size": 2,
             "batch_size": 2,
             "max_off_policy_steps": 4,
             "fields": SPECS,
             "lineage": LINEAGE,
             "filter_zero_advantages": False,
-            "on_result": self.results.append,
-            "on_consumed": self.forgotten.append,
-            "on_drop": self.drop,
         }
-        self.sink = TrainSink(
-            store=self.store, progress=self.progress, policy=self.policy, **(settings | options)
-        )
+        return TrainSink(store=store, **(settings | options))
 
     def drop(self, reason: str, traces: Sequence[str]) -> None:
         self.dropped.setdefault(reason, []).extend(traces)
