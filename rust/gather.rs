@@ -12,6 +12,7 @@
 mod convert;
 mod files;
 mod jobs;
+mod pieces;
 mod plan;
 mod read;
 #[cfg(test)]
@@ -123,7 +124,7 @@ pub fn gather<F: Fs>(source: &Source<'_, F>, requests: Vec<Request<'_>>) -> Vec<
             out.as_ref().map(|b| b.len()),
             valid.as_ref().map(|b| b.len()),
         );
-        match plan::check(request, lens, source.verify) {
+        match plan::check(&request, lens, source.verify) {
             Ok(plan) => {
                 plans.push((results.len(), plan));
                 targets.push(Target::new(out, valid));

@@ -11,10 +11,12 @@
 //! Everything is written against [`fs::Fs`], whose implementations are the real filesystem and a
 //! simulated disk that can lose power. No Python outside `python/`.
 
+pub mod commit;
 pub mod error;
 pub mod format;
 pub mod fs;
 pub mod gather;
+pub mod link_back;
 pub mod names;
 pub mod probe;
 pub mod publish;

@@ -77,9 +77,9 @@ impl<F: Fs> Store<F> {
             let dir = match &parents[parent] {
                 Ok(dir) => dir,
                 Err(errno) => {
-                    indices
-                        .iter()
-                        .for_each(|&index| answers[index] = Answer::error(*errno));
+                    for index in indices {
+                        answers[index] = Answer::error(*errno);
+                    }
                     continue;
                 }
             };
@@ -240,39 +240,43 @@ mod tests {
         for confinement in [Confinement::Openat2, Confinement::Checked] {
             let fs = RealFs::with(confinement);
             let dir = fs.open_root(path.to_str().unwrap(), false).unwrap();
-            let store = Store::open(fs, dir, "t", &StoreOptions::default()).unwrap();
+            let subject = Store::open(fs, dir, "t", &StoreOptions::default()).unwrap();
             for method in [Method::Auto, Method::Scan, Method::Stat] {
-                let plain = store.probe(&files, None, false, method);
-                let sized = store.probe(&files, None, true, method);
-                let more: Vec<u64> = needs.iter().map(|need| need + 1).collect();
-                let enough = store.probe(&files, Some(&needs), false, method);
-                let short = store.probe(&files, Some(&more), false, method);
+                let plain = subject.probe(&files, None, false, method);
+                let with_size = subject.probe(&files, None, true, method);
+                let beyond: Vec<u64> = needs.iter().map(|need| need + 1).collect();
+                let enough = subject.probe(&files, Some(&needs), false, method);
+                let cut = subject.probe(&files, Some(&beyond), false, method);
                 for i in 0..300 {
                     let size = i64::try_from(i).unwrap();
-                    let here = i < 200;
-                    let errno = if here { 0 } else { Errno::NOENT.raw_os_error() };
+                    let exists = i < 200;
+                    let errno = if exists {
+                        0
+                    } else {
+                        Errno::NOENT.raw_os_error()
+                    };
                     assert_eq!(
                         plain[i],
                         Answer {
-                            present: here,
+                            present: exists,
                             size: -1,
                             errno
                         }
                     );
-                    let size = if here { size } else { -1 };
+                    let size = if exists { size } else { -1 };
                     assert_eq!(
-                        sized[i],
+                        with_size[i],
                         Answer {
-                            present: here,
+                            present: exists,
                             size,
                             errno
                         }
                     );
-                    assert_eq!(enough[i], sized[i]);
+                    assert_eq!(enough[i], with_size[i]);
                     if i <= 150 {
                         let errno = Errno::NODATA.raw_os_error();
                         assert_eq!(
-                            short[i],
+                            cut[i],
                             Answer {
                                 present: false,
                                 size,
@@ -282,7 +286,7 @@ mod tests {
                     }
                 }
                 for (i, (file, errno)) in odd.iter().enumerate() {
-                    for answers in [&plain, &sized, &enough] {
+                    for answers in [&plain, &with_size, &enough] {
                         assert_eq!(answers[300 + i], Answer::error(*errno), "{file} {method:?}");
                     }
                 }

@@ -29,7 +29,7 @@ impl<F: Fs> Store<F> {
                 }
             }
         });
-        let gone = |result| match result {
+        let gone = |result: Result<Option<u64>>| match result {
             // The whole version directory is gone.
             Err(error) if error.errno() == Some(Errno::NOENT) => Ok(None),
             other => other,

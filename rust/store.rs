@@ -282,3 +282,6 @@ fn read_identity<F: Fs>(fs: &F, dir: &F::Dir, root: &str) -> Result<Identity> {
     }
     unreachable!("the last turn returns")
 }
+
+#[cfg(test)]
+mod tests;

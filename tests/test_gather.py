@@ -30,13 +30,14 @@ def expected(parts, lo, hi, dtype, row, fill):
     blank[...] = np.arange(row[-1] if row else 1) if fill == "spread" else fill
     rows = np.broadcast_to(blank, (hi - lo, *row)).copy()
     valid = np.zeros(hi - lo, bool)
+    winner = {}
     for s, tensor, first in parts:
         for i in range(s.rows):
-            at = s.pos + i - lo
-            if 0 <= at < hi - lo:
-                rows[at] = blank
-                rows[at][tuple(slice(n) for n in s.shape)] = tensor[first + i]
-                valid[at] = True
+            if lo <= s.pos + i < hi:
+                winner[s.pos + i - lo] = (s, tensor[first + i])
+    for at, (s, data) in winner.items():
+        rows[(at, *map(slice, s.shape))] = data
+        valid[at] = True
     return rows, valid
 
 

@@ -93,7 +93,12 @@ class Store:
         """
 
     def probe(
-        self, files: Sequence[str], *, needs: Sequence[int] | None = None, sizes: bool = False, method: str = "auto"
+        self,
+        files: Sequence[str],
+        *,
+        needs: Sequence[int] | None = None,
+        sizes: bool = False,
+        method: str = "auto",
     ) -> tuple[bytearray, bytearray, bytearray]:
         """Which files are there: (present u8[n], size i64[n] or -1, errno i32[n]), native endian.
 

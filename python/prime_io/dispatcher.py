@@ -222,9 +222,11 @@ class Dispatcher:
         return len(tasks)
 
     async def close(self) -> None:
-        """Cancel everything in flight without a word (the run ends)."""
+        """The run ends: cancel everything in flight without a word, and know no group any more."""
         tasks = list(self._inflight)
         self._inflight.clear()
+        self._todo.clear()
+        self._groups.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

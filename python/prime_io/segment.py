@@ -45,6 +45,7 @@ __all__ = [
     "result_layout",
     "row_bytes",
     "shift",
+    "visible",
     "widens",
 ]
 
@@ -343,7 +344,7 @@ def result_layout(
     if not segments:
         raise ValueError("no segments to take the row shape from: pass an `out` array of the wanted shape")
     widths = [check(s) for s in segments]
-    chosen = _read(segments, lo, hi)
+    chosen = visible(segments, lo, hi)
     if not chosen:
         # No row of a file backs these shapes: hold them to what a row plausibly is before any is allocated.
         chosen = list(segments)
@@ -438,7 +439,7 @@ class _Roles(dict[str, Literal["rows", "free", "values"]]):
         return role
 
 
-def _read(segments: Sequence[PayloadSegment], lo: int, hi: int) -> list[PayloadSegment]:
+def visible(segments: Sequence[PayloadSegment], lo: int, hi: int) -> list[PayloadSegment]:
     """The segments of which some row in [lo, hi) is not hidden by a later one."""
     starts, ends = ([lo], [hi]) if lo < hi else ([], [])  # ascending, disjoint: what is still uncovered
     out = []

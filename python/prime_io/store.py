@@ -27,9 +27,11 @@ from prime_io.segment import (
     ITEMSIZE,
     PayloadSegment,
     byte_range,
+    check,
     ragged_pairs,
     result_layout,
     row_bytes,
+    visible,
     widens,
 )
 from prime_io.tensors import destination, fill_item, from_buffer, layout, to_bytes
@@ -251,8 +253,9 @@ class PayloadStore:
         `out` and `verify` as in `gather`. FileNotFoundError if the file is gone, CorruptPayloadError if it is
         too short for the segment, ValueError for a segment that cannot be.
         """
+        check(segment, negative_pos=True)
         at_zero = msgspec.structs.replace(segment, pos=0)
-        request = Gather(segments=[at_zero], field=segment.field, lo=0, hi=max(segment.rows, 0), out=out)
+        request = Gather(segments=[at_zero], field=segment.field, lo=0, hi=segment.rows, out=out)
         [result] = self.gather_many([request], verify=verify)
         if isinstance(result, Exception):
             raise result
@@ -434,9 +437,9 @@ class PayloadStore:
         PermissionError if this object is not the owner.
         """
         names = list(files)
-        results = self.native.reclaim(names)
+        done = iter(self.native.reclaim([f for f in names if "/" in f]))
         self._durable.difference_update(names)
-        return results
+        return [next(done) if "/" in f else _no_payload(f) for f in names]
 
     def link_back(
         self,
@@ -451,7 +454,8 @@ class PayloadStore:
         (something else had the name), or the exception: CorruptPayloadError for a pin of another size or
         without one of the checksums, FileNotFoundError if there is neither pin nor file.
         """
-        results = self.native.link_back(os.fspath(pins), files, copy=copy)
+        done = iter(self.native.link_back(os.fspath(pins), [f for f in files if "/" in f[0]], copy=copy))
+        results = [next(done) if "/" in f else _no_payload(f) for f, _, _ in files]
         # A pin was made durable before its checkpoint was; a link to it has the same bytes.
         linked = [f for (f, _, _), r in zip(files, results, strict=True) if r == "linked"]
         self._durable.update(linked)
@@ -545,9 +549,10 @@ class _Plan:
         if not 0 <= lo <= hi < 2**63:
             raise ValueError(f"rows [{lo}, {hi}) of {request.field!r} are no range: 0 <= lo <= hi must hold")
         self.at = at
-        self.segments = [s for s in request.segments if s.field == request.field]
+        own = [s for s in request.segments if s.field == request.field]
         self.lo, self.hi = lo, hi
-        self.dtype, self.row = _result(request, self.segments)
+        self.dtype, self.row = _result(request, own)
+        self.segments = visible(own, lo, hi)
         nbytes = (hi - lo) * row_bytes(self.dtype, self.row)
         self.fill = None if request.fill == "spread" else fill_item(request.fill, self.dtype)
         self.out = None if out is None else destination(out, nbytes)
@@ -625,6 +630,11 @@ def _running_sum(counts: Array, values: PayloadSegment) -> npt.NDArray[np.int64]
     raise CorruptPayloadError(
         f"{values.file}: the counts ask for {asked} rows of {values.field!r}, which has {values.rows}"
     )
+
+
+def _no_payload(file: str) -> ValueError:
+    """STORE and LOCK lie beside the version directories: no name from data may mean them."""
+    return ValueError(f"{file!r} is no payload file: those lie in the store's version directories")
 
 
 def _roots(files: Iterable[str]) -> Iterator[str]:

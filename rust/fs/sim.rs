@@ -56,6 +56,8 @@ struct Disk {
     hook: Option<(u64, Hook)>,
     cannot_link: bool,
     synced_again: bool,
+    ignore: Option<u64>,
+    ignored: bool,
 }
 
 #[derive(Clone)]
@@ -141,6 +143,16 @@ impl SimFs {
     /// Whether a file was synced again after that had failed: a mistake no caller may make.
     pub fn synced_again(&self) -> bool {
         self.disk().synced_again
+    }
+
+    /// Operation `n`, if it is a sync, does nothing and says that it did: for ablations.
+    pub fn ignore_sync_at(&self, n: u64) {
+        self.disk().ignore = Some(n);
+    }
+
+    /// Whether a sync was left out.
+    pub fn ignored_sync(&self) -> bool {
+        self.disk().ignored
     }
 
     /// What is left when the process is killed: everything.
@@ -276,6 +288,13 @@ impl SimFs {
 }
 
 impl Disk {
+    /// Whether the sync just counted is the one to leave out.
+    fn ignores(&mut self) -> bool {
+        let now = self.ignore.is_some_and(|n| n + 1 == self.operations);
+        self.ignored |= now;
+        now
+    }
+
     fn entries(&mut self, ino: usize) -> Io<&mut Entries> {
         if self.removed(ino) {
             return Err(Errno::NOENT);
@@ -428,6 +447,9 @@ impl Fs for SimFs {
             Ok(disk) => (Ok(()), disk),
             Err((errno, disk)) => (Err(errno), disk),
         };
+        if disk.ignores() {
+            return result;
+        }
         let dead = disk.stop.is_some_and(|stop| disk.operations > stop);
         let mut again = false;
         if let Node::File {
@@ -451,6 +473,9 @@ impl Fs for SimFs {
 
     fn sync_dir(&self, dir: &Handle) -> Io<()> {
         let mut disk = self.changing()?;
+        if disk.ignores() {
+            return Ok(());
+        }
         if let Node::Dir {
             entries, durable, ..
         } = &mut disk.nodes[dir.0]

@@ -204,9 +204,10 @@ fn random_batches_agree_with_a_naive_model() {
             }
             let mut one = request(segments, lo, lo + random.below(40), dtype, &shape);
             let integer = !matches!(dtype, DType::F32 | DType::BOOL);
-            one.fill = match integer && random.below(2) == 0 {
-                true => Fill::Spread,
-                false => Fill::Item(random.bytes(usize::try_from(dtype.bits() / 8).unwrap())),
+            one.fill = if integer && random.below(2) == 0 {
+                Fill::Spread
+            } else {
+                Fill::Item(random.bytes(usize::try_from(dtype.bits() / 8).unwrap()))
             };
             batch.push(one);
         }

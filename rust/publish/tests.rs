@@ -267,3 +267,35 @@ fn modes_for_one_user_and_for_a_group() {
         assert_eq!(std::fs::read_dir(path.join("v0")).unwrap().count(), 1);
     }
 }
+
+#[test]
+fn every_sync_of_a_durable_publish_is_needed() {
+    // Ablation: without any one of file, directory and root sync, a power cut loses or tears it.
+    let run = |fs: &SimFs| {
+        sim_store(fs)
+            .unwrap()
+            .publish(&[payload(1, b"x")], true)
+            .remove(0)
+            .unwrap()
+            .file
+    };
+    let start = SimFs::new();
+    sim_store(&start).unwrap();
+    let whole = start.kill();
+    run(&whole);
+    let mut syncs = 0;
+    for n in 0..whole.operations() {
+        let fs = start.kill();
+        fs.ignore_sync_at(n);
+        let file = run(&fs);
+        if fs.ignored_sync() {
+            syncs += 1;
+            let torn = |model| fs.power_cut(model).files().get(&file) != fs.files().get(&file);
+            assert!(
+                torn(PowerCut::Lost) || torn(PowerCut::Kept),
+                "operation {n}"
+            );
+        }
+    }
+    assert_eq!(syncs, 3);
+}

@@ -1,8 +1,10 @@
 //! The Python extension: every function converts its arguments, detaches, and wraps the result.
 
 mod buffer;
+mod commit;
 mod error;
 mod gather;
+mod link_back;
 mod probe;
 mod publish;
 mod root;
@@ -24,6 +26,8 @@ mod _native {
 
     #[pymodule_export]
     use super::buffer::Slab;
+    #[pymodule_export]
+    use super::commit::Commit;
     #[pymodule_export]
     use super::root::Root;
     #[pymodule_export]

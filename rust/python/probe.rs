@@ -47,7 +47,9 @@ pub(super) fn probe<'py>(
     })?;
     let column = |bytes: &dyn Fn(&Answer, &mut Vec<u8>)| {
         let mut column = Vec::with_capacity(answers.len() * 8);
-        answers.iter().for_each(|answer| bytes(answer, &mut column));
+        for answer in &answers {
+            bytes(answer, &mut column);
+        }
         PyByteArray::new(py, &column)
     };
     Ok((

@@ -72,7 +72,7 @@ pub(super) fn detached<T: Send>(
             let mut raised = Ok(());
             while gone.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
                 if raised.is_ok() {
-                    raised = Python::try_attach(|py| py.check_signals()).unwrap_or(Ok(()));
+                    raised = Python::try_attach(look).unwrap_or(Ok(()));
                     stop.store(raised.is_err(), Ordering::Relaxed);
                 }
             }
@@ -83,4 +83,9 @@ pub(super) fn detached<T: Send>(
         })
     })?;
     Ok(result.expect("the work is taken once"))
+}
+
+/// Runs the handlers of signals that have arrived; may raise what they raise.
+fn look(py: Python<'_>) -> PyResult<()> {
+    py.check_signals()
 }

@@ -164,6 +164,17 @@ impl Store {
         PyList::new(py, error::results(py, done, wrap)?)
     }
 
+    #[pyo3(signature = (pins, files, *, copy=false))]
+    fn link_back<'py>(
+        &self,
+        py: Python<'py>,
+        pins: &str,
+        files: Vec<super::link_back::Given<'py>>,
+        copy: bool,
+    ) -> PyResult<Bound<'py, PyList>> {
+        super::link_back::link_back(py, &*self.core()?, pins, files, copy)
+    }
+
     fn scan(&self, py: Python<'_>) -> PyResult<Vec<(String, u64, i128, &'static str)>> {
         let core = self.core()?;
         let found = detached(py, Work::UNKNOWN, |_| core.scan())??;

@@ -1,0 +1,345 @@
+"""The loop in one process, with a fake worker and a trainer thread on the real store: ship, save, resume, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prime_io import (
+    CheckpointManager,
+    Dispatcher,
+    Environment,
+    Episode,
+    Exchange,
+    FieldSpec,
+    Lineage,
+    Orchestrator,
+    PayloadStore,
+    Policy,
+    PolicySpan,
+    Progress,
+    Rollout,
+    Sample,
+    Trace,
+    TrainSink,
+    TrainSource,
+    load_batch,
+    prepare_resume,
+)
+
+FIELD = "routed_experts"
+
+
+class Trainer(threading.Thread):
+    """Reads every batch to the last byte, publishes versions, commits its half, acknowledges."""
+
+    def __init__(self, run: Path, *, pause: float = 0.0, dies_after: int | None = None) -> None:
+        super().__init__(daemon=True)
+        self.run_dir, self.pause, self.dies_after = run, pause, dies_after
+        self.lineage = Lineage.load(run)
+        self.exchange = Exchange(self.lineage)
+        self.trained: dict[int, list[str]] = {}
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.train()
+        except BaseException as error:
+            self.error = error
+
+    def train(self) -> None:
+        store = PayloadStore(self.run_dir / "payloads", create=False)
+        manager = CheckpointManager(run_dir=self.run_dir)
+        step = committed = self.lineage.resumed_from or 0
+        self.exchange.publish_weights(step, {"weights": b"w"})
+        while True:
+            batch = self.exchange.read_batch(step + 1)
+            if batch is None:
+                stop = self.exchange.stop_step()
+                if stop is not None and stop <= step:
+                    break
+                time.sleep(0.002)
+                continue
+            for trace in load_batch(batch, store=store):
+                [sample] = trace.samples
+                rows, valid = store.gather(sample.payload, FIELD, 0, len(sample.token_ids) - 1, verify=True)
+                assert valid.all()
+                assert (rows == sample.token_ids[0] % 256).all(), "the payload of another trace"
+            time.sleep(self.pause)
+            step = batch.step
+            self.exchange.publish_weights(step, {"weights": b"w"})
+            if batch.checkpoint:
+                self.commit(manager, step)
+                committed = step
+            self.trained[step] = [trace.trace_id for trace in batch.traces]
+            self.exchange.acknowledge(step, "trainer")
+            if step == self.dies_after:
+                return
+        if step != committed:
+            self.commit(manager, step)
+
+    def commit(self, manager: CheckpointManager, step: int) -> None:
+        directory = manager.new_component_dir()
+        (directory / "model").write_bytes(b"w" * 100)
+        manager.commit_component(step, "trainer", directory)
+
+
+class Run:
+    """One life."""
+
+    def __init__(self, run: Path, *, max_steps: int, pin: Any = "link", **options: Any) -> None:
+        self.lineage = Lineage.load(run)
+        self.store = PayloadStore(run / "payloads", owner=True)
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.progress, self.policy = Progress(), Policy()
+        self.source = TrainSource(envs=[Environment("env", list(range(40)), 4)], seed=3)
+        self.calls = 0
+        self.sink = TrainSink(
+            store=self.store,
+            progress=self.progress,
+            policy=self.policy,
+            group_size=4,
+            batch_size=8,
+            max_off_policy_steps=6,
+            fields={FIELD: FieldSpec(align="token-1")},
+            lineage=self.lineage.id,
+        )
+        self.dispatcher = Dispatcher(
+            source=self.source,
+            run_episode=self.run_episode,
+            policy=self.policy,
+            progress=self.progress,
+            max_inflight=13,
+            max_off_policy_steps=6,
+            lineage=self.lineage.id,
+        )
+        self.manager = CheckpointManager(run_dir=run, keep_last=2, pin=pin)
+        self.orchestrator = Orchestrator(
+            exchange=Exchange(self.lineage),
+            store=self.store,
+            source=self.source,
+            dispatcher=self.dispatcher,
+            sink=self.sink,
+            manager=self.manager,
+            progress=self.progress,
+            policy=self.policy,
+            max_steps=max_steps,
+            checkpoint_every=2,
+            on_event=lambda name, facts: self.events.append((name, facts)),
+            poll_s=0.002,
+            **options,
+        )
+
+    async def run_episode(self, rollout: Rollout) -> Episode:
+        self.calls += 1
+        number = self.calls
+        await asyncio.sleep(0.001 * (number % 7))
+        n, first = 10, (hash(rollout.group_id) + rollout.member) % 30000
+        rows = np.full((n - 1, 3, 2), first % 256, np.uint8)
+        segments = await asyncio.to_thread(self.store.write, {FIELD: rows}, version=rollout.dispatch_version)
+        name = f"{rollout.group_id}.{rollout.member}.{self.lineage.id[:6]}"
+        sample = Sample(
+            np.full(n, first, np.int32), np.arange(n) > 3, np.zeros(n, np.float32), list(segments.values())
+        )
+        version = PolicySpan(rollout.dispatch_version, rollout.dispatch_version)
+        return Episode(
+            name,
+            "env",
+            rollout.group_id,
+            rollout.task,
+            version,
+            rollout.dispatch_version,
+            [Trace(name, float(number % 3), [sample])],
+            lineage=rollout.lineage,
+        )
+
+    def of(self, name: str) -> list[Mapping[str, Any]]:
+        return [facts for event, facts in self.events if event == name]
+
+
+async def until_the_end(life: Run, trainer: Trainer) -> None:
+    trainer.start()
+    await life.orchestrator.run()
+    await asyncio.to_thread(trainer.join, 20)
+    assert trainer.error is None, trainer.error
+    await life.orchestrator.finish()
+
+
+async def until_killed(life: Run, trainer: Trainer) -> None:
+    """Run until the trainer has died, then drop everything without a word, as a kill does."""
+    trainer.start()
+    running = asyncio.ensure_future(life.orchestrator.run())
+    while {"step": trainer.dies_after} not in life.of("trained"):
+        assert trainer.error is None, trainer.error
+        assert not running.done() or running.result() is None
+        await asyncio.sleep(0.002)
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    await life.dispatcher.close()
+    await life.sink.drain()
+    life.store.close()
+
+
+def test_a_run_trains_every_step_and_leaves_nothing(tmp_path: Path) -> None:
+    """Main job: all steps are trained, the last step is complete, and no payload file is left."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life, trainer = Run(tmp_path, max_steps=5), Trainer(tmp_path)
+        await until_the_end(life, trainer)
+        assert sorted(trainer.trained) == [1, 2, 3, 4, 5]
+        assert life.manager.latest() == 5
+        assert not [kind for *_, kind in life.store.native.scan() if kind == "payload"]
+        assert len(life.sink.ledger) == 0
+        life.store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("pin", ["link", "copy"])
+def test_rule_11_a_killed_run_resumes_without_losing_or_repeating(tmp_path: Path, pin: str) -> None:
+    """Rule 11: no pinned queued trace is lost, none is trained twice along the lineage, every draw is accounted."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        first, trainer = Run(tmp_path, max_steps=50, pin=pin), Trainer(tmp_path, pause=0.03, dies_after=5)
+        await until_killed(first, trainer)
+        step = CheckpointManager(run_dir=tmp_path).latest()
+        assert step == 4
+        cut = next(facts for facts in first.of("cut") if facts["step"] == step)
+        assert cut["queued"]
+
+        prepare_resume(tmp_path, step)
+        second, resumed = Run(tmp_path, max_steps=9, pin=pin), Trainer(tmp_path)
+        report = await second.orchestrator.restore(step)
+        assert second.progress.step == step + 1
+        assert set(cut["queued"]) <= set(second.sink.queued_trace_ids())
+        assert report.queued_kept == report.queued_in_checkpoint == len(cut["queued"])
+        assert {f for f, *_, kind in second.store.native.scan() if kind == "payload"} == (
+            second.sink.ledger.files()
+        )
+        await until_the_end(second, resumed)
+
+        line = [t for s, traces in trainer.trained.items() if s <= step for t in traces]
+        line += [t for traces in resumed.trained.values() for t in traces]
+        assert len(line) == len(set(line))
+        assert sorted(resumed.trained) == list(range(step + 1, 10))
+        dropped = {t for facts in second.of("dropped") for t in facts["traces"]}
+        assert set(cut["queued"]) <= set(line) | dropped
+        assert not [kind for *_, kind in second.store.native.scan() if kind == "payload"]
+        second.store.close()
+
+    asyncio.run(main())
+
+
+def test_pin_skip_loses_exactly_the_reclaimed_files(tmp_path: Path) -> None:
+    """`pin="skip"`: the traces whose payload was reclaimed are reported missing, spilled work stays readable."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        first, trainer = Run(tmp_path, max_steps=50, pin="skip"), Trainer(tmp_path, pause=0.03, dies_after=5)
+        await until_killed(first, trainer)
+        step = CheckpointManager(run_dir=tmp_path).latest()
+        cut = next(facts for facts in first.of("cut") if facts["step"] == step)
+        there = {str(p.relative_to(tmp_path / "payloads")) for p in (tmp_path / "payloads").glob("v*/*")}
+        pins = tmp_path / "checkpoints" / f"step_{step}" / "orchestrator" / "payloads"
+        gone = {
+            trace
+            for trace, files in cut["files"].items()
+            if any(file not in there and not (pins / file).exists() for file in files)
+        }
+        assert gone, "the queue of the cut was trained since, its payload must be gone"
+
+        prepare_resume(tmp_path, step)
+        second, resumed = Run(tmp_path, max_steps=8, pin="skip"), Trainer(tmp_path)
+        report = await second.orchestrator.restore(step)
+        assert set(second.sink.dropped_at_restore["queued_gone"]) == gone
+        assert report.queued_missing == len(gone)
+        await until_the_end(second, resumed)
+        second.store.close()
+
+    asyncio.run(main())
+
+
+def test_rule_15_stop_saves_where_the_run_is(tmp_path: Path) -> None:
+    """Rule 15: SIGTERM's `stop` saves N unless it is there, the trainer commits N, and a resume goes on at N + 1."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life, trainer = Run(tmp_path, max_steps=50), Trainer(tmp_path, pause=0.01)
+        trainer.start()
+        running = asyncio.ensure_future(life.orchestrator.run())
+        while len(trainer.trained) < 3:
+            await asyncio.sleep(0.002)
+        life.orchestrator.stop()
+        await running
+        await asyncio.to_thread(trainer.join, 20)
+        assert trainer.error is None
+        last = max(trainer.trained)
+        assert life.manager.latest() == last == life.progress.step - 1
+        queued = next(facts["queued"] for facts in life.of("cut") if facts["step"] == last)
+        await life.orchestrator.finish()
+        life.store.close()
+
+        prepare_resume(tmp_path, last)
+        second, resumed = Run(tmp_path, max_steps=last + 2), Trainer(tmp_path)
+        await second.orchestrator.restore(last)
+        assert set(queued) <= set(second.sink.queued_trace_ids())
+        await until_the_end(second, resumed)
+        assert sorted(resumed.trained) == [last + 1, last + 2]
+        second.store.close()
+
+    asyncio.run(main())
+
+
+def test_rule_14_shipping_waits_for_the_policy(tmp_path: Path) -> None:
+    """Rule 14: batch s ships only at policy >= s - 1 - max_lead, and the queue does not grow without end."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life = Run(tmp_path, max_steps=50)
+        Exchange(life.lineage).publish_weights(0, {"weights": b"w"})
+        running = asyncio.ensure_future(life.orchestrator.run())
+        while life.dispatcher.inflight or not life.sink.queued_batches:
+            await asyncio.sleep(0.01)
+        assert [facts["step"] for facts in life.of("shipped")] == [1, 2]
+        assert life.sink.queued_batches <= 2 + 13 // 8 + 1
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await life.dispatcher.close()
+        await life.sink.drain()
+        life.store.close()
+
+    asyncio.run(main())
+
+
+def test_an_extended_run_resumes_from_its_last_step(tmp_path: Path) -> None:
+    """max_steps reached, run extended and resumed: no task is skipped and the queue is back."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        first, trainer = Run(tmp_path, max_steps=3), Trainer(tmp_path)
+        await until_the_end(first, trainer)
+        first.store.close()
+        cut = next(facts for facts in first.of("cut") if facts["step"] == 3)
+
+        prepare_resume(tmp_path, 3)
+        second, resumed = Run(tmp_path, max_steps=6), Trainer(tmp_path)
+        await second.orchestrator.restore(3)
+        assert second.source.drawn == cut["drawn"]
+        assert set(cut["queued"]) <= set(second.sink.queued_trace_ids())
+        known = set(second.sink.open_groups)
+        assert {g for g, (done, target) in cut["groups"].items() if done < target} <= known
+        await until_the_end(second, resumed)
+        assert sorted(resumed.trained) == [4, 5, 6]
+        second.store.close()
+
+    asyncio.run(main())
