@@ -40,9 +40,10 @@ FIELD = "routed_experts"
 class Trainer(threading.Thread):
     """Reads every batch to the last byte, publishes versions, commits its half, acknowledges."""
 
-    def __init__(self, run: Path, *, pause: float = 0.0, dies_after: int | None = None) -> None:
+    def __init__(self, run: Path, *, slower_than: Run | None = None, dies_after: int | None = None) -> None:
+        """`slower_than`: a step takes until that run has two batches queued."""
         super().__init__(daemon=True)
-        self.run_dir, self.pause, self.dies_after = run, pause, dies_after
+        self.run_dir, self.slower_than, self.dies_after = run, slower_than, dies_after
         self.lineage = Lineage.load(run)
         self.exchange = Exchange(self.lineage)
         self.trained: dict[int, list[str]] = {}
@@ -72,7 +73,8 @@ class Trainer(threading.Thread):
                 rows, valid = store.gather(sample.payload, FIELD, 0, len(sample.token_ids) - 1, verify=True)
                 assert valid.all()
                 assert (rows == sample.token_ids[0] % 256).all(), "the payload of another trace"
-            time.sleep(self.pause)
+            while self.slower_than is not None and self.slower_than.sink.queued_batches < 2:
+                time.sleep(0.002)
             step = batch.step
             self.exchange.publish_weights(step, {"weights": b"w"})
             if batch.checkpoint:
@@ -210,7 +212,8 @@ def test_rule_11_a_killed_run_resumes_without_losing_or_repeating(tmp_path: Path
 
     async def main() -> None:
         prepare_resume(tmp_path, None)
-        first, trainer = Run(tmp_path, max_steps=50, pin=pin), Trainer(tmp_path, pause=0.03, dies_after=5)
+        first = Run(tmp_path, max_steps=50, pin=pin)
+        trainer = Trainer(tmp_path, slower_than=first, dies_after=5)
         await until_killed(first, trainer)
         step = CheckpointManager(run_dir=tmp_path).latest()
         assert step == 4
@@ -245,7 +248,8 @@ def test_pin_skip_loses_exactly_the_reclaimed_files(tmp_path: Path) -> None:
 
     async def main() -> None:
         prepare_resume(tmp_path, None)
-        first, trainer = Run(tmp_path, max_steps=50, pin="skip"), Trainer(tmp_path, pause=0.03, dies_after=5)
+        first = Run(tmp_path, max_steps=50, pin="skip")
+        trainer = Trainer(tmp_path, slower_than=first, dies_after=5)
         await until_killed(first, trainer)
         step = CheckpointManager(run_dir=tmp_path).latest()
         cut = next(facts for facts in first.of("cut") if facts["step"] == step)
@@ -274,7 +278,7 @@ def test_rule_15_stop_saves_where_the_run_is(tmp_path: Path) -> None:
 
     async def main() -> None:
         prepare_resume(tmp_path, None)
-        life, trainer = Run(tmp_path, max_steps=50), Trainer(tmp_path, pause=0.01)
+        life, trainer = Run(tmp_path, max_steps=50), Trainer(tmp_path)
         trainer.start()
         running = asyncio.ensure_future(life.orchestrator.run())
         while len(trainer.trained) < 3:
