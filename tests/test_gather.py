@@ -214,6 +214,28 @@ def test_bad_destinations_are_refused(store):
         store.gather([s], "x", 0, 4, out=[0] * 8)
 
 
+def test_types_that_numpy_lacks(store):
+    """Promise: bf16 and fp8 rows go into arrays of their bits too, and their fills are rounded, not cut."""
+    ml = pytest.importorskip("ml_dtypes")
+    for name, bits in [("bfloat16", np.uint16), ("float8_e4m3fn", np.uint8), ("float8_e5m2", np.uint8)]:
+        data = np.arange(6).reshape(3, 2).astype(getattr(ml, name))
+        s = store.write({"x": data}, version=0)["x"]
+        for fill in (0, 1.0, -0.3, 3.14159, 1.00390625, 1e-8, float("inf") if name != "float8_e4m3fn" else 2):
+            want = np.concatenate([data, np.full((1, 2), fill).astype(np.float32).astype(data.dtype)])
+            out = np.zeros((4, 2), bits)
+            rows, _ = store.gather([s], "x", 0, 4, fill=fill, out=out)
+            np.testing.assert_array_equal(out, want.view(bits))
+            assert rows.dtype == data.dtype
+            empty = np.zeros((1, 2), bits)
+            store.gather([], "x", 0, 1, fill=fill, out=empty, dtype=name)
+            np.testing.assert_array_equal(empty, want[3:].view(bits))
+    s = store.write({"x": np.zeros((3, 2), np.int16)}, version=0)["x"]
+    with pytest.raises(ValueError, match="does not hold the int16"):
+        store.gather([s], "x", 0, 3, out=np.zeros((3, 2), np.uint16))
+    with pytest.raises(ValueError, match="not one of the format"):
+        store.gather([], "x", 0, 3, out=np.zeros((3, 2), np.uint16), dtype="half")
+
+
 def test_torch_destinations(store):
     """Promise: PyTorch CPU tensors of any dtype are filled in place, bf16 and fp8 too."""
     torch = pytest.importorskip("torch")

@@ -128,20 +128,18 @@ def _mismatch(verdict: Verdict, events: EventReader) -> None:
     verdict.promise(n > 0, "log-probabilities were never compared at equal version")
     if not n:
         return
-    mean = {
-        kind: sum(e[kind] * e["n"] for e in seen) / n for kind in ("replay", "own", "shifted", "other_trace")
-    }
+    mean = {kind: sum(e[kind] * e["n"] for e in seen) / n for kind in ("replayed", "own", "shifted", "other")}
     names = {
-        "replay": "mean |logprob mismatch|, routing replayed",
+        "replayed": "mean |logprob mismatch|, routing replayed",
         "own": "  without replay (the trainer's own routing)",
         "shifted": "  control: rows shifted by one",
-        "other_trace": "  control: another trace's rows",
+        "other": "  control: another trace's rows",
     }
     for kind, name in names.items():
-        verdict.row(name, f"{mean[kind]:.5f}   ({mean[kind] / mean['replay']:.1f}x)")
-    for kind in ("shifted", "other_trace"):
-        verdict.promise(mean[kind] >= 10 * mean["replay"], f"control {kind!r} is not 10x worse than replay")
-    verdict.promise(mean["own"] > mean["replay"], "replay does not lower the mismatch")
+        verdict.row(name, f"{mean[kind]:.5f}   ({mean[kind] / mean['replayed']:.1f}x)")
+    for kind in ("shifted", "other"):
+        verdict.promise(mean[kind] >= 10 * mean["replayed"], f"control {kind!r} is not 10x worse than replay")
+    verdict.promise(mean["own"] > mean["replayed"], "replay does not lower the mismatch")
     control = next(events.of("float32_control"), None)
     equal = control is not None and control["equal"]
     verdict.row("float32 control: own top-k equals the stored ids", "yes" if equal else "NO")

@@ -49,6 +49,13 @@ class Life:
                 raise RuntimeError(f"{name} ended with status {process.returncode}:\n{tail}")
         return any(process.poll() is None for process in self.processes.values())
 
+    def hold(self, name: str) -> None:
+        """Stop a process where it is, as a busy node does for a moment."""
+        os.kill(self.processes[name].pid, signal.SIGSTOP)
+
+    def let_go(self, name: str) -> None:
+        os.kill(self.processes[name].pid, signal.SIGCONT)
+
     def kill(self) -> None:
         """SIGKILL to every process at once, as when a node goes."""
         for process in self.processes.values():

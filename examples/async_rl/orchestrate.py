@@ -39,7 +39,7 @@ from .settings import ROUTED_EXPERTS, WORDS, Settings
 
 
 def segments_of(message: Message) -> list[PayloadSegment]:
-    return msgspec.convert(message["payload"], list[PayloadSegment])
+    return msgspec.msgpack.decode(message["payload"], type=list[PayloadSegment])
 
 
 async def orchestrate(run: Path, socket: Path) -> None:
@@ -137,7 +137,7 @@ async def orchestrate(run: Path, socket: Path) -> None:
     await dispatcher.close()
     await pool.close()
     await orchestrator.finish()
-    log("finished", {"counters": dict(sink.counters), "left": [file for file, *_ in store.scan()]})
+    log("finished", {"counters": dict(sink.counters)})
     store.close()
 
 

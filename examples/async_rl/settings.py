@@ -17,19 +17,22 @@ class Settings(msgspec.Struct, frozen=True):
     steps: int = 24
     batch_size: int = 32
     group_size: int = 8
-    max_inflight: int = 64
+    max_inflight: int = 48
     max_off_policy_steps: int = 4
-    checkpoint_every: int = 3
+    checkpoint_every: int = 2
     keep_last: int = 2
     pin: str = "link"
     workers: int = 2
     worker_batch: int = 12
-    warm_start_steps: int = 200
+    warm_start_steps: int | None = None
+    """None: as long as the demo's own configuration says."""
     held_out: int = 128
     verifier_s: float = 0.02
     """How long a (sandboxed) verifier takes for one rollout."""
     straggler_s: float = 1.5
     """Every tenth rollout waits up to this long for its environment."""
+    step_s: float = 1.2
+    """The least time of a training step: as on a GPU, sampling goes on meanwhile."""
     threads: int = 1
 
     def save(self, run: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -15,29 +16,26 @@ from prime_io import (
     Gather,
     Lineage,
     PayloadStore,
-    Trace,
     TrainBatch,
     load_batch,
 )
 from safetensors.torch import load_file, save, save_file
-from torch import Tensor
 
 from . import task
 from .events import EventLog
-from .model import Generation, ModelConfig, MoETransformer, generate
+from .model import Generation, MoETransformer, generate
 from .settings import ROUTED_EXPERTS, Settings
 from .train import (
-    TokenBatch,
     TrainConfig,
-    float32_control,
+    collate_generations,
     greedy_reward,
-    grpo_step,
-    load_optimizer,
     make_optimizer,
     mismatch,
-    optimizer_tensors,
+    token_logprobs,
+    train_step,
     warm_start,
 )
+from .weights import load_optimizer, load_weights, save_optimizer, save_weights
 
 READER = "trainer"
 
@@ -51,84 +49,76 @@ class Trainer:
         self.store = PayloadStore(run / "payloads", create=False)
         self.manager = CheckpointManager(run_dir=run)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.config = TrainConfig(warm_start_steps=self.settings.warm_start_steps)
-        torch.manual_seed(self.settings.seed)
-        shape = ModelConfig(vocab_size=task.VOCAB_SIZE, max_tokens=task.MAX_TOKENS)
-        self.model = MoETransformer(shape).to(self.device)
-        self.optimizer = make_optimizer(self.model, self.config.lr, self.config.weight_decay)
+        self.config = TrainConfig()
+        if self.settings.warm_start_steps is not None:
+            self.config = replace(self.config, warm_start_steps=self.settings.warm_start_steps)
         self.held_out = task.words()[1][: self.settings.held_out]
-        self.known: dict[int, dict[str, Tensor]] = {}
-        """Weights by version, to compare log-probabilities at the version that sampled."""
+        self.known: dict[int, MoETransformer] = {}
+        """Models by version, to compare log-probabilities at the version that sampled."""
 
     def start(self) -> int:
         """Warm start, or the state of the step resumed from; publishes its weights. Returns that step."""
         step = self.lineage.resumed_from
         if step is None:
-            began = time.perf_counter()
-            train_words, _ = task.words()
-            warm_start(self.model, train_words, self.config, seed=self.settings.seed)
-            self.log("warm_start", {"seconds": time.perf_counter() - began})
             step = 0
+            self.model, facts = warm_start(self.settings.seed, self.config, device=self.device)
+            self.optimizer = make_optimizer(self.model, self.config.lr)
+            self.log("warm_start", facts)
             self.log("reward", {"step": 0, "value": greedy_reward(self.model, self.held_out)})
         else:
             directory = self.manager.component_path(step, READER, verify=True)
-            self.model.load_state_dict(load_file(directory / "model.safetensors"))
-            load_optimizer(self.optimizer, self.model, load_file(directory / "optimizer.safetensors"))
+            self.model = load_weights(load_file(directory / "model.safetensors"), device=self.device)
+            self.optimizer = make_optimizer(self.model, self.config.lr)
+            load_optimizer(self.model, self.optimizer, load_file(directory / "optimizer.safetensors"))
         self.publish(step)
         return step
 
     def publish(self, version: int) -> None:
-        """float32 for our own use, bfloat16 for the workers."""
-        self.known[version] = {name: x.detach().clone() for name, x in self.model.state_dict().items()}
+        """bfloat16 for the workers; the float32 model stays known here for a while."""
+        self.known[version] = load_weights(save_weights(self.model), device=self.device)
         for old in [k for k in self.known if k < version - self.settings.max_off_policy_steps - 1]:
             del self.known[old]
-        weights = {name: x.bfloat16().cpu().contiguous() for name, x in self.model.state_dict().items()}
         metadata = {"lineage": self.lineage.id, "version": str(version)}
-        self.exchange.publish_weights(version, {"model.safetensors": save(weights, metadata)})
+        weights = save(save_weights(self.model, torch.bfloat16), metadata)
+        self.exchange.publish_weights(version, {"model.safetensors": weights})
 
-    def read(self, batch: TrainBatch) -> tuple[TokenBatch, list[Trace]]:
-        """The batch as padded tensors. Routing rows are read from the files straight into their tensor."""
+    def read(self, batch: TrainBatch) -> list[Generation]:
+        """The traces of a batch. Their routing rows are read from the files straight into one tensor."""
         traces = load_batch(batch, store=self.store)
         samples = [trace.samples[0] for trace in traces]
-        n = max(len(sample.token_ids) for sample in samples)
+        rows = [len(sample.token_ids) - 1 for sample in samples]
         layers, top_k = self.model.config.n_layers, self.model.config.top_k
-        routing = torch.empty(len(samples), n - 1, layers, top_k, dtype=torch.uint8)
+        routing = torch.empty(sum(rows), layers, top_k, dtype=torch.uint8)
+        parts = routing.split(rows)
         requests = [
-            Gather(
-                segments=sample.payload, field=ROUTED_EXPERTS, lo=0, hi=n - 1, out=routing[i], fill="spread"
-            )
-            for i, sample in enumerate(samples)
+            Gather(segments=sample.payload, field=ROUTED_EXPERTS, lo=0, hi=len(part), out=part)
+            for sample, part in zip(samples, parts, strict=True)
         ]
         for trace, result in zip(traces, self.store.gather_many(requests, verify=True), strict=True):
-            if isinstance(result, Exception):
+            if isinstance(result, Exception) or not result[1].all():
                 self.log("missing_file", {"step": batch.step, "trace": trace.id, "error": str(result)})
-                raise result
-
-        def pad(rows: Sequence[object], dtype: torch.dtype) -> Tensor:
-            out = torch.zeros(len(samples), n, dtype=dtype)
-            for i, row in enumerate(rows):
-                values = torch.as_tensor(row)
-                out[i, : len(values)] = values
-            return out
-
-        tokens = TokenBatch(
-            tokens=pad([s.token_ids for s in samples], torch.int64),
-            mask=pad([s.mask for s in samples], torch.bool),
-            valid=pad([torch.ones(len(s.token_ids)) for s in samples], torch.bool),
-            logprobs=pad([s.logprobs for s in samples], torch.float32),
-            routing=routing,
-        )
-        return tokens.to(self.device), traces
+                raise RuntimeError(f"batch {batch.step}, trace {trace.id}: {result}")
+        return [
+            Generation(
+                torch.from_numpy(sample.token_ids),
+                torch.from_numpy(sample.mask),
+                torch.from_numpy(sample.logprobs),
+                part,
+            )
+            for sample, part in zip(samples, parts, strict=True)
+        ]
 
     def train(self, batch: TrainBatch) -> None:
         began = time.perf_counter()
-        tokens, traces = self.read(batch)
+        generations = self.read(batch)
         read_s = time.perf_counter() - began
         versions = [-1 if t.policy is None else t.policy.start for t in batch.traces]
         if batch.checkpoint:
-            self.compare(batch.step, tokens, versions)
-        advantages = torch.tensor([trace.samples[0].advantages for trace in traces], device=self.device)
-        loss = grpo_step(self.model, self.optimizer, tokens, advantages, self.config)
+            self.compare(batch.step, generations, versions)
+        advantages = torch.tensor([t.samples[0].advantage or 0.0 for t in batch.traces], device=self.device)
+        tokens = collate_generations(generations).to(self.device)
+        facts = train_step(self.model, self.optimizer, tokens, advantages, self.config, seed=batch.step)
+        time.sleep(max(0.0, self.settings.step_s - (time.perf_counter() - began)))
         self.publish(batch.step)
         if batch.checkpoint:
             self.commit(batch.step)
@@ -137,33 +127,28 @@ class Trainer:
             "trained_batch",
             {
                 "step": batch.step,
-                "traces": [trace.id for trace in traces],
+                "traces": [trace.trace_id for trace in batch.traces],
                 "versions": versions,
-                "loss": loss,
-                "reward": sum(t.reward or 0.0 for t in traces) / len(traces),
+                "reward": sum(t.reward or 0.0 for t in batch.traces) / len(batch.traces),
                 "read_s": read_s,
-                "bytes": int(tokens.valid.sum() - len(traces)) * tokens.routing[0, 0].numel(),
+                "bytes": sum(g.routing.numel() for g in generations),
                 "seconds": time.perf_counter() - began,
+                **facts,
             },
         )
 
-    def compare(self, step: int, tokens: TokenBatch, versions: Sequence[int]) -> None:
-        """Log-probability mismatch at equal version: for each version that sampled and is still known here."""
+    def compare(self, step: int, generations: Sequence[Generation], versions: Sequence[int]) -> None:
+        """Log-probability mismatch at equal version, for each version that sampled and is still known here."""
         for version in set(versions) & set(self.known):
-            rows = torch.tensor([v == version for v in versions])
-            if int(rows.sum()) >= 2:
-                part = TokenBatch(*(x[rows.to(x.device)] for x in vars(tokens).values()))
-                sampler = MoETransformer(self.model.config).to(self.device)
-                sampler.load_state_dict(self.known[version])
-                self.log("mismatch", {"step": step, "n": int(rows.sum()), **mismatch(sampler, part)})
+            mine = [g for g, v in zip(generations, versions, strict=True) if v == version]
+            if len(mine) >= 2 * self.settings.group_size:
+                found = asdict(mismatch(self.known[version], mine))
+                self.log("mismatch", {"step": step, "n": len(mine), **found})
 
     def commit(self, step: int) -> None:
         directory = self.manager.new_component_dir()
-        save_file(
-            {name: x.contiguous() for name, x in self.model.state_dict().items()},
-            directory / "model.safetensors",
-        )
-        save_file(optimizer_tensors(self.optimizer, self.model), directory / "optimizer.safetensors")
+        save_file(save_weights(self.model), directory / "model.safetensors")
+        save_file(save_optimizer(self.model, self.optimizer), directory / "optimizer.safetensors")
         self.manager.commit_component(step, READER, directory)
 
     def control(self) -> None:
@@ -173,14 +158,16 @@ class Trainer:
             self.model, [task.prompt_of(w) for w in words], task.MAX_NEW, 1.0, range(len(words)), eos=task.EOS
         )
         with PayloadStore(self.run_dir / "control", owner=True) as store:
-            written = store.write_many([({ROUTED_EXPERTS: g.routing}, 0) for g in sampled])
-            stored = [torch.from_numpy(store.read(s[ROUTED_EXPERTS], verify=True)) for s in written]
-            again = [
-                Generation(g.tokens, g.mask, g.logprobs, routing)
-                for g, routing in zip(sampled, stored, strict=True)
-            ]
-            store.reclaim([segment.file for s in written for segment in s.values()])
-        self.log("float32_control", {"n": len(again), "equal": float32_control(self.model, again)})
+            written = store.write_many([{ROUTED_EXPERTS: g.routing} for g in sampled], version=0)
+            segments = [s[ROUTED_EXPERTS] for s in written if not isinstance(s, Exception)]
+            stored = [torch.from_numpy(rows) for rows in store.read_many(segments, verify=True)]
+            store.reclaim(segment.file for segment in segments)
+        batch = collate_generations(sampled, stored).to(self.device)
+        with torch.no_grad():
+            _, used = token_logprobs(self.model, batch, replay=False)
+        real = batch.valid[:, 1:]
+        equal = bool((used[real] == batch.routing[real]).all())
+        self.log("float32_control", {"n": len(sampled), "equal": equal})
 
     def run(self) -> None:
         step = committed = self.start()

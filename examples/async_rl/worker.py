@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from . import task
 from .events import EventLog
-from .model import Generation, ModelConfig, MoETransformer, generate
+from .model import Generation, MoETransformer, generate
 from .pool import Message, frame, read_message
 from .settings import ROUTED_EXPERTS, Settings
+from .weights import load_weights
 
 
 class Worker:
@@ -24,8 +25,7 @@ class Worker:
         self.exchange = Exchange(self.lineage)
         self.store = PayloadStore(run / "payloads", create=False)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = MoETransformer(ModelConfig(vocab_size=task.VOCAB_SIZE, max_tokens=task.MAX_TOKENS))
-        self.model.to(self.device, torch.bfloat16).eval()
+        self.model: MoETransformer
         self.version = -1
 
     def load_weights(self, version: int) -> None:
@@ -39,7 +39,7 @@ class Worker:
                     raise
                 version = newest
                 continue
-            self.model.load_state_dict(weights)
+            self.model = load_weights(weights, device=self.device)
             self.version = version
 
     def rollouts(self, jobs: list[Message]) -> tuple[list[Message], int]:
@@ -70,7 +70,7 @@ class Worker:
             "tokens": g.tokens.numpy(),
             "mask": g.mask.numpy(),
             "logprobs": g.logprobs.numpy(),
-            "payload": [list(segment) for segment in msgspec.to_builtins(list(segments.values()))],
+            "payload": msgspec.msgpack.encode(list(segments.values())),
             "version": self.version,
             "lineage": self.lineage.id,
         }
@@ -79,6 +79,8 @@ class Worker:
 async def work(run: Path, socket: Path, name: str) -> None:
     worker = Worker(run)
     log = EventLog(run, name, worker.lineage.id)
+    while not socket.exists():  # the orchestrator listens once it has restored
+        await asyncio.sleep(0.05)
     reader, writer = await asyncio.open_unix_connection(socket)
     pending: asyncio.Queue[Message | None] = asyncio.Queue()
 

@@ -10,6 +10,7 @@ from .checkpoint import CheckpointManager
 from .columns import load_batch
 from .dispatcher import Dispatcher, Rollout
 from .exchange import Exchange
+from .gather import Gather, Ragged
 from .lineage import Lineage, LineageLeftError, prepare_resume
 from .manifest import CorruptCheckpointError
 from .orchestrator import Orchestrator
@@ -22,7 +23,9 @@ from .sink import TrainSink
 from .snapshot import SaveReport, Snapshot
 from .source import Environment, TrainSource
 from .state import decode_state, encode_state
-from .store import Gather, PayloadStore, Probe, Ragged, SweepReport
+from .store import PayloadStore, Probe
+from .sweep import SweepReport
+from .tensors import as_torch
 from .types import (
     Episode,
     GroupCancellation,
@@ -81,6 +84,7 @@ __all__ = [
     "TrainBatch",
     "TrainSink",
     "TrainSource",
+    "as_torch",
     "clip",
     "coalesce",
     "covers",

@@ -37,7 +37,7 @@ RunEpisode = Callable[[Rollout], Awaitable[Episode]]
 
 
 class Dispatcher:
-    """Runs `run_episode(rollout)` for the tasks of `source`, at most `max_inflight` at a time.
+    """Runs `run_episode(rollout)` for the tasks of `source`, at most `max_inflight` not yet consumed.
 
     Missing members of open groups are always dispatched; a new group only while `may_open()` says so.
     """
@@ -82,8 +82,11 @@ class Dispatcher:
         self._max_inflight = n
 
     def pump(self) -> None:
-        """Dispatch until the limit is reached or nothing may be dispatched."""
-        while len(self._inflight) < self._max_inflight:
+        """Dispatch until the limit is reached or nothing may be dispatched.
+
+        Results that wait to be consumed count as in flight: a slow consumer slows the rollouts down.
+        """
+        while len(self._inflight) + len(self._emitted) < self._max_inflight:
             if not self._todo and not self._draw():
                 return
             group_id, left = self._todo.popleft()

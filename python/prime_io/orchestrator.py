@@ -92,6 +92,7 @@ class Orchestrator:
         self._saves: set[asyncio.Task[None]] = set()
         self._last_cut = 0
         self._stopping = False
+        self._published: int | None = None
         self._wake = asyncio.Event()
         dispatcher.may_open = self._may_open
         sink.on_result = source.on_result
@@ -253,7 +254,7 @@ class Orchestrator:
                 await self.sink.cancel(result)
             while self.sink.requests:
                 self._source.resumed.append(self.sink.requests.popleft())
-            self.dispatcher.pump()
+            self._pump()
             self._wake.set()
 
     async def _ship(self) -> None:
@@ -272,16 +273,15 @@ class Orchestrator:
                 self._cut()
             self._on_event("shipped", {"step": batch.step, "traces": [t.trace_id for t in batch.traces]})
             await asyncio.to_thread(self._exchange.publish_batch, batch)
-            self.dispatcher.pump()
+            self._pump()
 
     async def _watch(self) -> None:
-        published: int | None = None
         while True:
             newest, trained = await asyncio.to_thread(self._look)
-            if newest is not None and newest != published:
+            if newest is not None and newest != self._published:
                 self.dispatcher.on_version_pending(newest)
-                published = self._policy.version = newest
-                self.dispatcher.pump()
+                self._published = self._policy.version = newest
+                self._pump()
                 self._wake.set()
                 await asyncio.to_thread(self._exchange.remove_weights, before=newest - 1)
             if trained is not None and trained > self._trained:
@@ -291,6 +291,11 @@ class Orchestrator:
                 self._wake.set()
                 await self._manager.apply_retention()
             await asyncio.sleep(self._poll_s)
+
+    def _pump(self) -> None:
+        """Dispatch, once this lineage has weights to sample with."""
+        if self._published is not None:
+            self.dispatcher.pump()
 
     def _look(self) -> tuple[int | None, int | None]:
         return self._exchange.newest_weights(), self._exchange.trained(self._readers)

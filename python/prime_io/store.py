@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import errno
 import os
-import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,30 +19,15 @@ import numpy.typing as npt
 
 from prime_io import _native
 from prime_io._native import CorruptPayloadError
-from prime_io.segment import (
-    ITEMSIZE,
-    PayloadSegment,
-    byte_range,
-    check,
-    ragged_pairs,
-    result_layout,
-    row_bytes,
-    visible,
-    widens,
-)
-from prime_io.tensors import destination, fill_item, from_buffer, layout, to_bytes
+from prime_io.gather import Array, Gather, Ragged, Valid, gather_many, gather_ragged
+from prime_io.segment import PayloadSegment, byte_range, check
+from prime_io.sweep import GRACE_S, SweepReport, sweep
+from prime_io.tensors import to_bytes
 
-__all__ = ["Gather", "PayloadStore", "Probe", "Ragged", "SweepReport"]
+__all__ = ["CorruptPayloadError", "Gather", "PayloadStore", "Probe", "Ragged", "SweepReport"]
 
-Array = npt.NDArray[Any]
-Valid = npt.NDArray[np.bool_]
-
-GRACE_S: Final = 3600.0
-"""How long a sweep spares what a process that is alive may still be writing or handing over, in seconds."""
 
 _ANSWERS: Final = (0, errno.ENOENT, errno.ENODATA, errno.EINVAL)
-_NAME: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,200}(/(?!\.)[A-Za-z0-9._-]{1,200})*")
-_VERSION: Final = re.compile(r"v(0|[1-9][0-9]*)/")
 
 
 class Probe(NamedTuple):
@@ -66,49 +47,6 @@ class Probe(NamedTuple):
             item, code = asked[i], int(self.errno[i])
             name = item if isinstance(item, str) else item.file
             raise OSError(code, f"probe: {os.strerror(code)}; whether the file is there is not known", name)
-
-
-class Ragged(NamedTuple):
-    """The rows of a ragged field."""
-
-    counts: npt.NDArray[np.int64]
-    """int64[hi - lo]: how many rows of `values` each token has; 0 where none are known."""
-    values: Array
-    """[counts.sum(), *row_shape]: the rows of all tokens, one token after the other."""
-    valid: Valid
-    """bool[hi - lo]: which tokens are covered by a segment."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gather:
-    """One request of `PayloadStore.gather_many`; the fields are the parameters of `PayloadStore.gather`."""
-
-    segments: Iterable[PayloadSegment]
-    field: str
-    lo: int
-    hi: int
-    out: object = None
-    fill: float | Literal["spread"] = 0
-    dtype: str | None = None
-
-
-class SweepReport(msgspec.Struct, frozen=True):
-    """What a sweep found and did (or, with `dry_run`, would have done)."""
-
-    kept: int
-    """Payload files that a root names."""
-    reclaimed: list[str]
-    """Files unlinked: named by no root. Includes temporaries."""
-    bytes: int
-    """Their bytes."""
-    spared: int
-    """Files named by no root that are too young, or of a version that may still be written."""
-    temporaries: int
-    """How many of the reclaimed files were temporaries that a writer left behind."""
-    foreign: int
-    """Files that are not of this store; never touched."""
-    errors: list[tuple[str, str]]
-    """(file, message) for each that could not be unlinked; it stays."""
 
 
 class PayloadStore:
@@ -253,29 +191,22 @@ class PayloadStore:
         `out` and `verify` as in `gather`. FileNotFoundError if the file is gone, CorruptPayloadError if it is
         too short for the segment, ValueError for a segment that cannot be.
         """
-        check(segment, negative_pos=True)
-        at_zero = msgspec.structs.replace(segment, pos=0)
-        request = Gather(segments=[at_zero], field=segment.field, lo=0, hi=segment.rows, out=out)
-        [result] = self.gather_many([request], verify=verify)
+        [result] = self.gather_many([_whole(segment, out)], verify=verify)
         if isinstance(result, Exception):
             raise result
         return result[0]
 
     def read_many(self, segments: Iterable[PayloadSegment], *, verify: bool = False) -> list[Array]:
         """All rows of each segment, in one crossing; the first exception that any of them met is raised."""
-        requests = [
-            Gather(segments=[msgspec.structs.replace(s, pos=0)], field=s.field, lo=0, hi=max(s.rows, 0))
-            for s in segments
-        ]
         arrays = []
-        for result in self.gather_many(requests, verify=verify):
+        for result in self.gather_many([_whole(segment) for segment in segments], verify=verify):
             if isinstance(result, Exception):
                 raise result
             arrays.append(result[0])
         return arrays
 
     def checksums(self, files: Sequence[str]) -> list[frozenset[str]]:
-        """The checksums of each file's tensors by its header, in one crossing; empty if it is gone or torn."""
+        """The checksums of each file's tensors by its header, in one crossing; none if it is gone or torn."""
         found = []
         for result in self.native.header(files):
             if isinstance(result, OSError) and not isinstance(result, FileNotFoundError):
@@ -326,22 +257,7 @@ class PayloadStore:
 
         As `gather`. A request that failed leaves anything in its `out`; the others are served.
         """
-        results: list[tuple[Array, Valid] | Exception | None] = []
-        plans: list[_Plan] = []
-        for request in requests:
-            try:
-                plans.append(_Plan(request, at=len(results)))
-                results.append(None)
-            except (ValueError, TypeError) as e:
-                results.append(e)
-        if plans:
-            answers = self.native.gather([plan.native() for plan in plans], verify=verify)
-            for plan, answer in zip(plans, answers, strict=True):
-                if isinstance(answer, Exception):
-                    results[plan.at] = answer
-                else:
-                    results[plan.at] = plan.wrap(*answer)
-        return [r for r in results if r is not None]
+        return gather_many(self.native, requests, verify=verify)
 
     def gather_ragged(
         self,
@@ -359,46 +275,7 @@ class PayloadStore:
         valid. `dtype` widens the values. Two crossings: the counts, then the values. Errors as in `gather`;
         CorruptPayloadError also where the counts ask for more rows than the values segment has.
         """
-        own = [s for s in segments if s.field in (f"{field}.counts", f"{field}.values")]
-        if not 0 <= lo <= hi:
-            raise ValueError(f"rows [{lo}, {hi}) are no range: 0 <= lo <= hi must hold")
-        owner = np.full(hi - lo, -1, np.int64)
-        counts = [s for s in own if s.field == f"{field}.counts"]
-        pairs = ragged_pairs(own, field)
-        for i, c in enumerate(counts):
-            owner[max(c.pos - lo, 0) : max(c.pos + c.rows - lo, 0)] = i
-        asked = [i for i in np.unique(owner).tolist() if i >= 0]
-        whole = [pairs[i].counts for i in asked]
-        requests = [Gather(segments=[c], field=c.field, lo=0, hi=c.rows) for c in whole]
-        known = self.gather_many(requests, verify=verify)
-        result = np.zeros(hi - lo, np.int64)
-        ends: dict[int, npt.NDArray[np.int64]] = {}
-        for i, answer in zip(asked, known, strict=True):
-            if isinstance(answer, Exception):
-                raise answer
-            c, pair = counts[i], pairs[i]
-            sums = _running_sum(answer[0], pair.values)
-            ends[i] = sums
-            mine = np.flatnonzero(owner == i)
-            rows = mine + (lo - c.pos + pair.skipped)
-            result[mine] = sums[rows + 1] - sums[rows]
-        parts: list[PayloadSegment] = []
-        total = 0
-        cuts = np.flatnonzero(np.diff(owner, prepend=-2, append=-2)).tolist()
-        for first, end in pairwise(cuts):
-            i = int(owner[first])
-            if i < 0:
-                continue
-            v, row = pairs[i].values, first + lo - counts[i].pos + pairs[i].skipped
-            begin, stop = int(ends[i][row]), int(ends[i][row + end - first])
-            offset = v.offset + begin * row_bytes(v.dtype, v.shape)
-            parts.append(msgspec.structs.replace(v, offset=offset, pos=total, rows=stop - begin))
-            total += stop - begin
-        valid: Valid = owner >= 0
-        if not parts:
-            parts = [msgspec.structs.replace(s, pos=0, rows=0) for s in own if s.field == f"{field}.values"]
-        values, _ = self.gather(parts, f"{field}.values", 0, total, dtype=dtype, verify=verify)
-        return Ragged(result, values, valid)
+        return gather_ragged(self.native, segments, field, lo, hi, dtype=dtype, verify=verify)
 
     def probe(self, asked: Iterable[str | PayloadSegment], *, sizes: bool = False) -> Probe:
         """Which files are there, in one batch; a segment also asks that the file reaches to its end.
@@ -488,43 +365,9 @@ class PayloadStore:
             raise PermissionError(
                 errno.EPERM, "only the owner sweeps: open the store with owner=True", self.root
             )
-        if before is not None and before < 0:
-            raise ValueError(f"before is {before}: versions count from 0")
-        if not grace_s >= 0:
-            raise ValueError(f"grace_s is {grace_s}: it is a number of seconds")
-        listed = self.native.scan()
-        live = set(_roots(roots() if callable(roots) else roots))
-        old = time.time_ns() - int(grace_s * 1e9)
-        kept = spared = foreign = temporaries = size_of_all = 0
-        doomed: list[tuple[str, int, bool]] = []
-        for file, size, mtime_ns, kind in listed:
-            if kind == "foreign":
-                foreign += 1
-            elif file in live:
-                kept += 1
-            elif kind == "dead":
-                doomed.append((file, size, True))
-            elif kind == "temporary":
-                if before is None and mtime_ns <= old:
-                    doomed.append((file, size, True))
-                else:
-                    spared += 1
-            elif before is None or (_version(file) < before and mtime_ns <= old):
-                doomed.append((file, size, False))
-            else:
-                spared += 1
-        results: Sequence[int | Exception]
-        results = [size for _, size, _ in doomed] if dry_run else self.reclaim(f for f, _, _ in doomed)
-        reclaimed: list[str] = []
-        errors: list[tuple[str, str]] = []
-        for (file, _, temporary), result in zip(doomed, results, strict=True):
-            if isinstance(result, Exception):
-                errors.append((file, str(result)))
-            elif result >= 0:
-                reclaimed.append(file)
-                size_of_all += result
-                temporaries += temporary
-        return SweepReport(kept, reclaimed, size_of_all, spared, temporaries, foreign, errors)
+        return sweep(
+            self.native.scan, self.reclaim, roots=roots, before=before, grace_s=grace_s, dry_run=dry_run
+        )
 
     def versions(self) -> list[int]:
         """The versions that have a directory, ascending."""
@@ -541,64 +384,11 @@ class PayloadStore:
         return count
 
 
-class _Plan:
-    """A checked request on its way through the engine."""
-
-    def __init__(self, request: Gather, *, at: int) -> None:
-        lo, hi, out = request.lo, request.hi, request.out
-        if not 0 <= lo <= hi < 2**63:
-            raise ValueError(f"rows [{lo}, {hi}) of {request.field!r} are no range: 0 <= lo <= hi must hold")
-        self.at = at
-        own = [s for s in request.segments if s.field == request.field]
-        self.lo, self.hi = lo, hi
-        self.dtype, self.row = _result(request, own)
-        self.segments = visible(own, lo, hi)
-        nbytes = (hi - lo) * row_bytes(self.dtype, self.row)
-        self.fill = None if request.fill == "spread" else fill_item(request.fill, self.dtype)
-        self.out = None if out is None else destination(out, nbytes)
-
-    def native(
-        self,
-    ) -> tuple[list[PayloadSegment], int, int, str, tuple[int, ...], bytes | None, memoryview | None, None]:
-        """The request as `_native.Store.gather` takes it."""
-        return self.segments, self.lo, self.hi, self.dtype, self.row, self.fill, self.out, None
-
-    def wrap(self, rows: _native.Slab | None, valid: _native.Slab | None) -> tuple[Array, Valid]:
-        """The arrays over what `_native.Store.gather` gave back."""
-        assert valid is not None
-        if rows is None:
-            assert self.out is not None
-            array = from_buffer(self.out, self.dtype, (self.hi - self.lo, *self.row))
-        else:
-            array = from_buffer(rows, self.dtype, (self.hi - self.lo, *self.row))
-        return array, from_buffer(valid, "bool", (self.hi - self.lo,))
-
-
-def _result(request: Gather, segments: Sequence[PayloadSegment]) -> tuple[str, tuple[int, ...]]:
-    """dtype and row shape of the result: those of the segments, or of an `out` that is shaped for it."""
-    field, lo, hi = request.field, request.lo, request.hi
-    if not segments and request.out is None:
-        raise ValueError(
-            f"no segment of {field!r} to take the row shape from: pass an `out` array of the wanted shape"
-        )
-    if request.out is None:
-        return result_layout(segments, lo, hi, dtype=request.dtype)
-    name, shape = layout(request.out)
-    if segments and len(shape) == 1 and ITEMSIZE[name] == 1:
-        return result_layout(segments, lo, hi, dtype=request.dtype)  # plain bytes
-    if not shape or shape[0] < hi - lo:
-        raise ValueError(f"out is too short: its shape {shape} does not hold {hi - lo} rows of {field!r}")
-    row = shape[1:]
-    if not segments:
-        return name, row
-    dtype, least = result_layout(segments, lo, hi, dtype=request.dtype)
-    if name == f"uint{8 * ITEMSIZE[dtype]}":
-        name = dtype  # the bits of a type that numpy does not have
-    if not widens(dtype, name):
-        raise ValueError(f"out has dtype {name}, which does not hold the {dtype} of {field!r}")
-    if len(row) != len(least) or any(n < m for n, m in zip(row, least, strict=True)):
-        raise ValueError(f"out has rows of shape {row}, which do not hold the {least} of {field!r}")
-    return name, row
+def _whole(segment: PayloadSegment, out: object = None) -> Gather:
+    """The request for all rows of a segment."""
+    check(segment, negative_pos=True)
+    at_zero = msgspec.structs.replace(segment, pos=0)
+    return Gather(segments=[at_zero], field=segment.field, lo=0, hi=segment.rows, out=out)
 
 
 def _tensor(name: str, obj: object) -> tuple[str, str, tuple[int, ...], memoryview]:
@@ -616,43 +406,6 @@ def _segment(
     return PayloadSegment(name, file, offset, 0, rows, dtype, row, checksum)
 
 
-def _running_sum(counts: Array, values: PayloadSegment) -> npt.NDArray[np.int64]:
-    """[0, counts[0], counts[0] + counts[1], ...], none of which exceeds the rows of the values."""
-    if len(counts) and (counts.min() < 0 or counts.max() > values.rows):
-        asked = int(counts.min() if counts.min() < 0 else counts.max())
-    else:
-        sums = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(counts, dtype=np.int64, out=sums[1:])
-        # Each count fits, so that a sum that overflows is less than the one before it.
-        if sums[-1] <= values.rows and (np.diff(sums) >= 0).all():
-            return sums
-        asked = int(counts.sum(dtype=object))
-    raise CorruptPayloadError(
-        f"{values.file}: the counts ask for {asked} rows of {values.field!r}, which has {values.rows}"
-    )
-
-
 def _no_payload(file: str) -> ValueError:
     """STORE and LOCK lie beside the version directories: no name from data may mean them."""
     return ValueError(f"{file!r} is no payload file: those lie in the store's version directories")
-
-
-def _roots(files: Iterable[str]) -> Iterator[str]:
-    """The root files, each a plain relative name: another spelling of it would not keep its file."""
-    if isinstance(files, str | bytes):
-        raise TypeError("roots is a single string: pass an iterable of files, or a callable returning one")
-    for file in files:
-        if not isinstance(file, str):
-            raise TypeError(
-                f"a root is a {type(file).__name__}: pass the segments' files, see `segment.files`"
-            )
-        if not _NAME.fullmatch(file):
-            raise ValueError(
-                f"the root {file!r} is not a file's name relative to the store: nothing was swept"
-            )
-        yield file
-
-
-def _version(file: str) -> int:
-    match = _VERSION.match(file)
-    return int(match[1]) if match else 2**63

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
+    "EXTENDED",
     "SAFETENSORS",
     "as_torch",
     "destination",
@@ -60,7 +61,8 @@ SAFETENSORS: Final[Mapping[str, str]] = {
 }
 """The name of each dtype in a safetensors header."""
 
-_EXTENDED: Final = frozenset(n for n in ITEMSIZE if n.startswith(("bfloat16", "float8")))
+EXTENDED: Final = frozenset(n for n in ITEMSIZE if n.startswith(("bfloat16", "float8")))
+"""The dtypes that numpy has only with ml_dtypes."""
 
 
 def to_bytes(obj: object) -> tuple[str, tuple[int, ...], memoryview]:
@@ -106,7 +108,7 @@ def from_buffer(buffer: Buffer, dtype: str, shape: tuple[int, ...]) -> Array:
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The numpy dtype of that name; of ml_dtypes if that can be imported, else unsigned of the same width."""
     row_bytes(name, ())
-    if name not in _EXTENDED:
+    if name not in EXTENDED:
         return np.dtype(name)
     try:
         import ml_dtypes
@@ -194,7 +196,7 @@ def fill_item(fill: float, dtype: str) -> bytes:
         except OverflowError:
             raise ValueError(f"fill {fill} does not fit into {dtype}") from None
         return struct.pack("<H", (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
-    if dtype in _EXTENDED and wanted.kind == "u":
+    if dtype in EXTENDED and wanted.kind == "u":
         raise ValueError(f"a fill of {fill} in {dtype} needs ml_dtypes: pip install ml_dtypes")
     if wanted.kind in "iu":
         whole = fill if isinstance(fill, int) else int(fill) if math.isfinite(fill) else None
