@@ -93,6 +93,7 @@ class Orchestrator:
         self._last_cut = 0
         self._stopping = False
         self._published: int | None = None
+        self._failure: BaseException | None = None
         self._wake = asyncio.Event()
         dispatcher.may_open = self._may_open
         sink.on_result = source.on_result
@@ -138,7 +139,13 @@ class Orchestrator:
         )
         task = asyncio.ensure_future(self._save(snapshot, held))
         self._saves.add(task)
-        task.add_done_callback(self._saves.discard)
+        task.add_done_callback(self._saved)
+
+    def _saved(self, task: asyncio.Task[None]) -> None:
+        self._saves.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+            self._wake.set()
 
     async def _save(self, snapshot: Snapshot, held: Sequence[str]) -> None:
         try:
@@ -254,12 +261,14 @@ class Orchestrator:
                 await self.sink.cancel(result)
             while self.sink.requests:
                 self._source.resumed.append(self.sink.requests.popleft())
-            self._pump()
             self._wake.set()
 
     async def _ship(self) -> None:
         while self._progress.step <= self._max_steps and not self._stopping:
+            if self._failure is not None:
+                raise self._failure
             if not self._in_lead() or not self.sink.ready():
+                self._pump()  # only now: what has shipped may have been all that new groups waited for
                 self._wake.clear()
                 await self._wake.wait()
                 continue
@@ -273,7 +282,6 @@ class Orchestrator:
                 self._cut()
             self._on_event("shipped", {"step": batch.step, "traces": [t.trace_id for t in batch.traces]})
             await asyncio.to_thread(self._exchange.publish_batch, batch)
-            self._pump()
 
     async def _watch(self) -> None:
         while True:
@@ -281,7 +289,6 @@ class Orchestrator:
             if newest is not None and newest != self._published:
                 self.dispatcher.on_version_pending(newest)
                 self._published = self._policy.version = newest
-                self._pump()
                 self._wake.set()
                 await asyncio.to_thread(self._exchange.remove_weights, before=newest - 1)
             if trained is not None and trained > self._trained:
