@@ -17,56 +17,39 @@ use rustix::io::Errno;
 use crate::error::Context;
 use crate::format::{hex16, xxh3};
 use crate::fs::real::RealFs;
-use crate::fs::{FileKind, Fs, Io, check_path, split_path, whole};
+use crate::fs::{FileKind, Fs, Io, check_path, whole};
 use crate::names::Maker;
+use crate::pin::Pinned;
 use crate::root::{remove_tree, taken};
-use crate::store::{Store, open_parents};
 use crate::sweep::names_in;
 use crate::threads::{self, IO_THREADS};
 use crate::{Error, Result};
 
 const MANIFEST: &str = "manifest.json";
-const PAYLOADS: &str = "payloads";
-
-/// How a pin was made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Pinned {
-    /// A second name of the same bytes.
-    Link,
-    /// A copy, where links are impossible.
-    Copy,
-}
-
-impl Pinned {
-    /// The word for it.
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Link => "link",
-            Self::Copy => "copy",
-        }
-    }
-}
+pub(crate) const PAYLOADS: &str = "payloads";
 
 /// Where the component is before it has its name.
-struct Draft<F: Fs> {
+pub(crate) struct Draft<F: Fs> {
     parent: F::Dir,
     name: String,
-    dir: F::Dir,
+    pub(crate) dir: F::Dir,
     adopted: bool,
 }
 
 /// A checkpoint component on its way.
 pub struct Commit<F: Fs> {
-    fs: F,
+    pub(crate) fs: F,
     checkpoints: F::Dir,
     path: String,
     step: u64,
     component: String,
     draft: Option<Draft<F>>,
     /// What is pinned already, by file: asking twice gives the first answer.
-    pinned: BTreeMap<String, (u64, Pinned)>,
+    pub(crate) pinned: BTreeMap<String, (u64, Pinned)>,
     /// A step that failed leaves a component nobody can vouch for.
     broken: bool,
+    /// A forked child drops its copy without removing what its parent still builds.
+    pid: u32,
 }
 
 impl Commit<RealFs> {
@@ -135,6 +118,11 @@ impl<F: Fs> Commit<F> {
     ) -> Result<Self> {
         check_component(component)?;
         let dir = fs.open_dir(&parent, name).context("commit", name)?;
+        // So that an abort may remove the manifest that it finds.
+        if fs.stat(&dir, MANIFEST) != Err(Errno::NOENT) {
+            let error = Error::os("commit", format!("{name}/{MANIFEST}"), Errno::EXIST);
+            return Err(error.with_hint("the manifest is written by the commit"));
+        }
         let draft = Draft {
             parent,
             name: name.into(),
@@ -163,10 +151,11 @@ impl<F: Fs> Commit<F> {
             draft,
             pinned,
             broken: false,
+            pid: std::process::id(),
         }
     }
 
-    fn draft(&self, op: &'static str) -> Result<&Draft<F>> {
+    pub(crate) fn draft(&self, op: &'static str) -> Result<&Draft<F>> {
         let name = || format!("step_{}/{}", self.step, self.component);
         let over = "the component is finished or given up";
         let draft = self
@@ -178,67 +167,6 @@ impl<F: Fs> Commit<F> {
             return Err(Error::invalid(op, name(), why));
         }
         Ok(draft)
-    }
-
-    /// Pins each (file of the store, already durable): (size, how). The bytes are durable then; the
-    /// names are with [`Commit::finish`].
-    pub fn pin(
-        &mut self,
-        store: &Store<F>,
-        files: &[(String, bool)],
-        copy: bool,
-    ) -> Vec<Result<(u64, Pinned)>> {
-        let mut ask: BTreeMap<&str, bool> = BTreeMap::new();
-        for (file, durable) in files
-            .iter()
-            .filter(|(file, _)| !self.pinned.contains_key(file))
-        {
-            *ask.entry(file).or_insert(*durable) &= durable;
-        }
-        let ask: Vec<(&str, bool)> = ask.into_iter().collect();
-        let from = open_parents(
-            &store.fs,
-            &store.dir,
-            ask.iter().map(|(file, _)| *file),
-            check_path,
-        );
-        let to: BTreeMap<&str, Result<F::Dir>> = from
-            .keys()
-            .map(|parent| (*parent, self.pin_dir(parent)))
-            .collect();
-        let made = threads::map(&ask, IO_THREADS, |(file, durable)| {
-            check_path(file).map_err(|why| Error::invalid("pin", *file, why))?;
-            let parent = split_path(file).0;
-            let from = from[parent]
-                .as_ref()
-                .map_err(|errno| Error::os("pin", *file, *errno))?;
-            let to = to[parent].as_ref().map_err(Clone::clone)?;
-            pin_one(store, from, to, file, *durable, copy)
-        });
-        let mut failed = BTreeMap::new();
-        for ((file, _), result) in ask.into_iter().zip(made) {
-            match result {
-                Ok(pin) => drop(self.pinned.insert(file.to_string(), pin)),
-                Err(error) => drop(failed.insert(file.to_string(), error)),
-            }
-        }
-        let result = |(file, _): &(String, bool)| match self.pinned.get(file) {
-            Some(pin) => Ok(*pin),
-            None => Err(failed[file].clone()),
-        };
-        files.iter().map(result).collect()
-    }
-
-    fn pin_dir(&self, parent: &str) -> Result<F::Dir> {
-        let draft = self.draft("pin")?;
-        let make = || {
-            let mut dir = whole::ensure_dir(&self.fs, &draft.dir, PAYLOADS, false)?;
-            for part in parent.split('/').filter(|part| !part.is_empty()) {
-                dir = whole::ensure_dir(&self.fs, &dir, part, false)?;
-            }
-            Ok(dir)
-        };
-        make().context("pin", parent)
     }
 
     /// Writes and syncs a state file: (size, XXH3-64 as 16 hex digits).
@@ -380,7 +308,9 @@ impl<F: Fs> Commit<F> {
 
 impl<F: Fs> Drop for Commit<F> {
     fn drop(&mut self) {
-        self.abort();
+        if self.pid == std::process::id() {
+            self.abort();
+        }
     }
 }
 
@@ -401,46 +331,6 @@ fn write_synced<F: Fs>(fs: &F, dir: &F::Dir, name: &str, data: &[u8]) -> Io<()> 
         whole::write_all(fs, file, data, 0)?;
         fs.sync_file(file)
     })
-}
-
-fn pin_one<F: Fs>(
-    store: &Store<F>,
-    from: &F::Dir,
-    to: &F::Dir,
-    file: &str,
-    durable: bool,
-    copy: bool,
-) -> Result<(u64, Pinned)> {
-    let (fs, name) = (&store.fs, split_path(file).1);
-    let linked = if copy {
-        Err(Errno::XDEV)
-    } else {
-        fs.link(from, name, to, name)
-    };
-    match linked {
-        Ok(()) => {
-            let check = || {
-                if durable {
-                    let stat = fs.stat(to, name).context("pin", file)?;
-                    let wrong = whole::wrong_kind(stat.kind);
-                    return wrong.map_or(Ok(stat.size), |errno| Err(Error::os("pin", file, errno)));
-                }
-                let open = fs.open(to, name).context("pin", file)?;
-                store.sync_once(&open, file)?;
-                Ok(fs.stat_file(&open).context("pin", file)?.size)
-            };
-            let size = check().inspect_err(|_| {
-                let _ = fs.unlink(to, name);
-            })?;
-            Ok((size, Pinned::Link))
-        }
-        Err(errno) if whole::cannot_link(errno) => {
-            let open = fs.open(from, name).context("pin", file)?;
-            let size = whole::copy_file(fs, &open, to, name, false).context("pin", file)?;
-            Ok((size, Pinned::Copy))
-        }
-        Err(errno) => Err(Error::os("pin", file, errno)),
-    }
 }
 
 /// Calls `each` with (path, kind) of everything below `dir`, a directory before what is in it.

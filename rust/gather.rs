@@ -159,7 +159,10 @@ pub fn gather<F: Fs>(source: &Source<'_, F>, requests: Vec<Request<'_>>) -> Vec<
             .iter()
             .map(|&at| (&plans[at].1, std::mem::take(&mut targets[at])))
             .collect();
-        for (&at, result) in now.iter().zip(jobs::run(source, &index, &opened, batch)) {
+        for (&at, result) in now
+            .iter()
+            .zip(jobs::run(source, &index, &opened, budget, batch))
+        {
             results[plans[at].0] = Some(result);
         }
         rest = later;

@@ -18,6 +18,7 @@ pub mod fs;
 pub mod gather;
 pub mod link_back;
 pub mod names;
+pub mod pin;
 pub mod probe;
 pub mod publish;
 #[cfg(feature = "python")]

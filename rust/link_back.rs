@@ -6,6 +6,7 @@ use rustix::io::Errno;
 
 use crate::error::Context;
 use crate::format::Header;
+use crate::fs::real::RealFs;
 use crate::fs::{FileKind, Fs, Stat, check_path, split_path, whole};
 use crate::names::Maker;
 use crate::store::{Store, open_parents};
@@ -49,6 +50,19 @@ impl LinkedBack {
 }
 
 const OP: &str = "link back";
+
+impl Store<RealFs> {
+    /// [`Store::link_back`] from a directory of the real filesystem.
+    pub fn link_back_path(
+        &self,
+        pins: &str,
+        files: &[PinnedFile],
+        copy: bool,
+    ) -> Result<Vec<Result<LinkedBack>>> {
+        let dir = self.fs.open_root(pins, false).context(OP, pins)?;
+        Ok(self.link_back(&dir, files, copy))
+    }
+}
 
 impl<F: Fs> Store<F> {
     /// Gives each file of the directory `pins` its name in the store again; one result per file.

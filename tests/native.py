@@ -7,6 +7,7 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401  (registers its names with numpy)
 import numpy as np
+
 from prime_io import _native
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from prime_io.checkpoint import CheckpointManager, SaveReport, Snapshot
 from prime_io.lineage import Lineage
 from prime_io.segment import PayloadSegment

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+
 from prime_io.segment import PayloadSegment
 from prime_io.store import CorruptPayloadError, Gather, PayloadStore
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from prime_io import _native
 from prime_io.checkpoint import CheckpointManager, CorruptCheckpointError
 from prime_io.lineage import prepare_resume
@@ -277,6 +278,12 @@ def test_commit_component_is_checked(manager: CheckpointManager, store: PayloadS
     (made / "deep/er").mkdir(parents=True)
     (made / "deep/er/file").write_bytes(b"1" * 1000)
     (made / "empty").touch()
+    (made / "manifest.json").write_bytes(b'{"format": "of a framework"}')
+    with pytest.raises((ValueError, FileExistsError), match=r"manifest\.json"):
+        manager.commit_component(1, "trainer", made)
+    assert tree(made) == {"deep/er/file", "empty", "manifest.json"}
+    # Of a commit that was killed before its rename.
+    (made / "manifest.json").write_bytes(b'{"format":1,"lineage":"0123')
     with pytest.raises(ValueError, match="not a component"):
         manager.commit_component(1, "critic", made)
     path = manager.commit_component(1, "trainer", made)
@@ -316,13 +323,13 @@ def test_options_are_checked_at_construction(run: Path, options: dict[str, objec
 def test_a_manifest_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """DESIGN 10: a manifest beyond its limit is refused when it is written, not when it is needed."""
     monkeypatch.setattr("prime_io.manifest.MANIFEST_LIMIT", 2000)
-    pins = {f"v0/{n}.safetensors": Pin(1, ["0" * 16], "link") for n in range(100)}
+    pins = {f"v0/{n}.safetensors": Pin(1, ("0" * 16,), "link") for n in range(100)}
     with pytest.raises(ValueError, match="above the limit"):
         seal(Manifest(format=1, lineage="a", step=1, component="orchestrator", pins=pins))
 
 
 def test_a_manifest_is_the_same_in_slices() -> None:
     """A manifest with many pins, encoded in slices, decodes to what went in."""
-    pins = {f"v{n % 7}/{n}.safetensors": Pin(n, [f"{n:016x}"], "link") for n in range(1000)}
+    pins = {f"v{n % 7}/{n}.safetensors": Pin(n, (f"{n:016x}",), "link") for n in range(1000)}
     manifest = Manifest(format=1, lineage="a", step=1, component="orchestrator", missing=["x"], pins=pins)
     assert unseal(seal(manifest), "m", kind=Manifest) == manifest

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from prime_io.segment import FieldSpec, PayloadSegment, clip, end_to_end, result_layout, shift
 from prime_io.store import Gather, PayloadStore
 from prime_io.tensors import as_torch

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from prime_io import _native
 from prime_io import lineage as lineage_module
 from prime_io import steps as steps_module
@@ -171,6 +172,17 @@ def test_a_run_with_checkpoints_is_not_started_anew(tmp_path: Path, store: Paylo
         prepare_resume(run, None)
     (run / "LINEAGE").unlink()
     with pytest.raises(FileExistsError, match="no LINEAGE"):
+        prepare_resume(run, None)
+
+
+def test_a_damaged_checkpoint_is_no_reason_to_start_anew(tmp_path: Path, store: PayloadStore) -> None:
+    """prepare_resume(run, None): a damaged only step is told, not taken for a run without steps."""
+    run = tmp_path / "run"
+    prepare_resume(run, None)
+    both(manager(run), store, 3)
+    path = run / "checkpoints/step_3/orchestrator/manifest.json"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(FileExistsError, match=r"step_3/orchestrator/manifest\.json"):
         prepare_resume(run, None)
 
 

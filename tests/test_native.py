@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+
 from native import Segment, gather, publish, raw, request
 from prime_io import _native
 from prime_io._native import CorruptPayloadError, Store

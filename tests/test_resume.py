@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from prime_io import (
     GroupCancellation,
     Ledger,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from prime_io import _native
 from prime_io import steps as steps_module
 from prime_io.checkpoint import CheckpointManager

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from prime_io import segment as sg
 from prime_io.segment import FieldSpec, PayloadSegment
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+
 from prime_io import (
     Episode,
     GroupCancellation,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+
 from prime_io import Environment, TaskRequest, TrainSource, decode_state, encode_state
 
 ENVS = [

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from prime_io.state import decode_state, encode_state
 
 plain = st.recursive(

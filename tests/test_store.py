@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+
 from prime_io.segment import ITEMSIZE, PayloadSegment, clip
 from prime_io.store import PayloadStore
 from prime_io.tensors import SAFETENSORS, as_torch, from_buffer, numpy_dtype, to_bytes

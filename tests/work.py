@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from prime_io import (
     Episode,
     FieldSpec,

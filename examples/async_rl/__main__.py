@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 
 import msgspec
-from prime_io import Lineage, prepare_resume
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from prime_io import Lineage, prepare_resume
 
 from .events import EventReader
 from .judge import Moment, Verdict, judge

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+
 from prime_io import (
     CheckpointManager,
     Dispatcher,

@@ -10,6 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save, save_file
+
 from prime_io import (
     CheckpointManager,
     Exchange,
@@ -19,7 +21,6 @@ from prime_io import (
     TrainBatch,
     load_batch,
 )
-from safetensors.torch import load_file, save, save_file
 
 from . import task
 from .events import EventLog

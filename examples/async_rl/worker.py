@@ -8,8 +8,9 @@ from pathlib import Path
 
 import msgspec
 import torch
-from prime_io import Exchange, Lineage, PayloadSegment, PayloadStore
 from safetensors.torch import load_file
+
+from prime_io import Exchange, Lineage, PayloadSegment, PayloadStore
 
 from . import task
 from .events import EventLog

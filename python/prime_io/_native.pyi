@@ -6,10 +6,22 @@ one result per item, in order: the value, or the exception that item met (an ins
 C-contiguous; destinations writable and of exactly the stated length.
 """
 
+import builtins
 from collections.abc import Sequence
 from typing import Protocol, final
 
 from typing_extensions import Buffer
+
+__all__ = [
+    "Commit",
+    "CorruptPayloadError",
+    "Root",
+    "Slab",
+    "Store",
+    "owner_is_dead",
+    "temporary_name",
+    "xxh3",
+]
 
 class CorruptPayloadError(ValueError):
     """The bytes on disk are not those that were written: torn, short, edited, or another file's."""
@@ -103,8 +115,8 @@ class Store:
         """Which files are there: (present u8[n], size i64[n] or -1, errno i32[n]), native endian.
 
         `needs[i]` is the least size that counts; a shorter file is not present, errno ENODATA. Missing:
-        ENOENT. Not a regular file: EINVAL. A name that is not allowed: EINVAL. Sizes are asked for if
-        `needs` or `sizes`, else -1. `method`: "auto" | "scan" | "stat".
+        ENOENT. Not a regular file or a name that is not allowed: EINVAL; a symbolic link: ELOOP. Sizes are
+        asked for if `needs` or `sizes`, else -1. `method`: "auto" | "scan" | "stat".
         """
 
     def gather(
@@ -122,10 +134,17 @@ class Store:
         `fill` is one item of `dtype` as bytes, or None for "spread" (uncovered expert-id rows get distinct
         ids per row: 0, 1, 2, ... along the last axis). `out` (`(hi - lo) * row bytes`) and `valid`
         (`hi - lo`, u8) are destinations; where None, a pooled Slab is returned in its place. Later segments
-        win. Narrower unsigned integers widen; other mixes of dtypes are ValueError. Segments are checked
-        (overflow, negative, file size) before anything is allocated or read. `verify` checks the XXH3 of
-        every touched 1 MiB block of segments that carry a checksum: CorruptPayloadError. A file too short
-        for its segment: CorruptPayloadError.
+        win. Integers widen to where every value fits (u8 to i16, not i8 to u16); other mixes of dtypes are
+        ValueError, as are rows that exceed the row shape on some axis. Segments are checked (overflow,
+        negative, file size) before anything is allocated or read; what is wrong with one is its request's
+        error. `verify` checks the XXH3 of every touched 1 MiB block of segments that carry a checksum:
+        CorruptPayloadError. A file too short for its segment: CorruptPayloadError.
+
+        Raised at once, before any I/O: ValueError for lo, hi, dtype or row shape that cannot work, and for
+        destinations that are read-only, not contiguous, of another length, or overlapping in a batch.
+        A destination must not be used until the call returns; one whose request failed holds anything.
+        Up to 8 threads read. On KeyboardInterrupt reading stops within a few MiB per thread, then it is
+        raised; what `out` holds is then undefined.
         """
 
     def sync(self, files: Sequence[str]) -> list[OSError | None]:
@@ -196,29 +215,31 @@ class Root:
 
     def __new__(cls, path: str, *, create: bool = False) -> Root: ...
     def write(self, path: str, data: Buffer, *, durable: bool = True, exclusive: bool = False) -> None:
-        """Write a file atomically (missing parents are made): temporary, written, fsynced if `durable`, renamed,
-        parents fsynced if `durable`. `exclusive`: FileExistsError if the name is taken."""
+        """Write a file atomically (missing parents are made): temporary, written, renamed; file and parents
+        are fsynced if `durable`. `exclusive`: FileExistsError if the name is taken."""
 
-    def read(self, path: str, *, limit: int = 1 << 30) -> bytes:
-        """Read a whole regular file. ValueError if it is larger than `limit` bytes."""
+    def read(self, path: str, *, limit: int | None = None) -> bytes:
+        """Read a whole regular file. ValueError if it is larger than `limit` bytes (None: 1 GiB)."""
 
-    def list(self, path: str = "") -> list[tuple[str, bool]]:
+    def list(self, path: str = "") -> builtins.list[tuple[str, bool]]:
         """(name, is a directory) of every entry, after revalidating the directory; [] if it is missing."""
 
     def rename(self, source: str, target: str) -> None:
-        """Rename durably: missing parents of `target` are made, both parents fsynced. Taken: FileExistsError."""
+        """Rename durably: missing parents of `target` are made, both parents fsynced. FileExistsError if
+        `target` is taken."""
 
     def remove(self, path: str) -> None:
         """Remove a file or a whole tree without following links; missing is fine."""
 
-    def hash(self, files: Sequence[str]) -> list[tuple[int, str] | Exception]:
+    def hash(self, files: Sequence[str]) -> builtins.list[tuple[int, str] | Exception]:
         """(size, XXH3-64 as 16 hex digits) of each file."""
 
 def temporary_name() -> str:
     """A fresh `.tmp-<bootid8>-<pid>-<starttime>-<rand>`."""
 
 def owner_is_dead(temporary: str) -> bool:
-    """Whether the writer of a temporary (or trash) of that name is provably gone; False for other hosts' boots."""
+    """Whether the writer of a temporary (or trash) of that name is provably gone; False for names of another
+    host, boot or pid namespace."""
 
 def xxh3(data: Buffer) -> str:
     """XXH3-64 as 16 hex digits."""

@@ -18,19 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import msgspec
-
 from prime_io import _native
 from prime_io.lineage import Lineage, LineageLeftError
 from prime_io.manifest import (
     FORMAT,
-    MANIFEST,
     STATE,
     CorruptCheckpointError,
     FileStamp,
     Manifest,
+    pack_state,
     read_manifest,
     read_state,
+    remove_unfinished,
     seal,
     verify_files,
 )
@@ -106,7 +105,6 @@ class CheckpointManager:
         # One thread: one save (or retention) at a time, the others in order behind it.
         self._thread: ThreadPoolExecutor | None = None
         self._pid = 0
-        self._lost: set[str] = set()
 
     # --- writing
 
@@ -131,9 +129,10 @@ class CheckpointManager:
             )
         self.lineage.check_current(f"commit {name} of step {step}")
         self._make_room(step, name)
+        remove_unfinished(_native.Root(str(directory)))
         commit = _native.Commit(str(self._steps.path), step, name, adopt=str(directory))
         try:
-            files = {path: FileStamp(size, xxh3) for path, size, xxh3 in commit.files() if path != MANIFEST}
+            files = {path: FileStamp(size, xxh3) for path, size, xxh3 in commit.files()}
             manifest = seal(self._manifest(step, name, files=files))
         except BaseException:
             commit.abort()
@@ -280,9 +279,8 @@ class CheckpointManager:
                 segments=snapshot.segments,
                 spills=snapshot.spills,
                 mode=self.pin,
-                lost=self._lost,
             )
-            state = msgspec.msgpack.encode(dict(snapshot.state))
+            state = pack_state(snapshot.state)
             files = {STATE: FileStamp(*commit.write(STATE, state))}
             manifest = seal(
                 self._manifest(

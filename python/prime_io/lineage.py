@@ -7,6 +7,7 @@ by everyone, whether it has been moved to `<run>/abandoned/` yet, or is publishe
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
 from math import inf
@@ -162,11 +163,12 @@ def prepare_resume(run: str | Path, step: int | None, *, components: Components 
 
     new = Lineage(run, chain)
     moved = _clear(root, new, old, Steps(run, components=known, visible=new.visible))
-    log.info(
+    log.log(
+        logging.WARNING if step is None and moved else logging.INFO,
         "lineage %s of %s: %s; %d things of former lives moved to abandoned/",
         new.id,
         run,
-        "started" if step is None else f"resumed from step {step}",
+        "started, no step was ever complete" if step is None else f"resumed from step {step}",
         len(moved),
     )
     return new
@@ -190,7 +192,12 @@ def _check(run: Path, step: int | None, old: Lineage | None, steps: Steps) -> No
             f"start {run}: it has complete steps {complete}; resume it with prepare_resume(run, "
             f"{complete[-1]}), or start in another directory"
         )
-    elif old is None and any(view.stamps or view.damaged for view in found.values()):
+    elif damaged := [error for view in found.values() for error in view.damaged.values()]:
+        raise FileExistsError(
+            f"start {run}: no step is complete, but a component that was committed is damaged; to start anew "
+            f"nevertheless, move it away ({damaged[0]})"
+        )
+    elif old is None and any(view.stamps for view in found.values()):
         raise FileExistsError(
             f"start {run}: it has checkpoints of steps {list(found)} but no LINEAGE; if it was copied, copy "
             "that too; to start from one of them, load it with path= in another run directory"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -24,25 +24,26 @@ STATE = "state.msgpack"
 How = Literal["link", "copy", "skip"]
 _T = TypeVar("_T")
 
-_SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"\}\n\Z')
+_SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"\}\n')
+_SEAL_SIZE = len(',"xxh3":"0123456789abcdef"}\n')
 
 
 class CorruptCheckpointError(ValueError):
     """A manifest or state file is not what was committed: torn, edited, missing or of another checkpoint."""
 
 
-class FileStamp(msgspec.Struct, frozen=True):
+class FileStamp(msgspec.Struct, frozen=True, gc=False):
     """Size and XXH3-64 of a file of a component."""
 
     size: int
     xxh3: str
 
 
-class Pin(msgspec.Struct, frozen=True):
+class Pin(msgspec.Struct, frozen=True, gc=False):
     """A pinned payload: its size, the checksums of the segments that name it, and how it was pinned."""
 
     size: int
-    checksums: list[str]
+    checksums: tuple[str, ...]
     how: How
 
 
@@ -105,8 +106,8 @@ def unseal(data: bytes, path: str | Path, *, kind: type[_T]) -> _T:
             f"read {path}: checkpoint format {version}, but this prime-io reads format {FORMAT}: use the "
             "release that wrote the checkpoint, or a newer one"
         )
-    found = _SEAL.search(data)
-    if found is None or _native.xxh3(data[: found.start()]).encode() != found[1]:
+    found = _SEAL.fullmatch(data[-_SEAL_SIZE:])
+    if found is None or _native.xxh3(data[:-_SEAL_SIZE]).encode() != found[1]:
         raise CorruptCheckpointError(f"read {path}: torn or edited, its checksum does not fit")
     try:
         return msgspec.json.decode(data, type=kind)
@@ -124,6 +125,39 @@ def read_manifest(root: _native.Root, directory: str, where: Path, *, kind: type
     except ValueError as error:
         raise CorruptCheckpointError(f"read {where / MANIFEST}: {error}") from error
     return unseal(data, where / MANIFEST, kind=kind)
+
+
+def remove_unfinished(root: _native.Root) -> None:
+    """Remove the manifest, whole or torn, of a commit of this directory that was killed before its rename. A
+    file of that name that is not ours stays, and the engine refuses the directory."""
+    try:
+        data = root.read(MANIFEST, limit=MANIFEST_LIMIT)
+    except FileNotFoundError:
+        return
+    ours = b'{"format":%d,"lineage":"' % FORMAT
+    if ours.startswith(data[: len(ours)]):
+        root.remove(MANIFEST)
+
+
+def pack_state(state: Mapping[str, bytes]) -> bytearray:
+    """The bytes of `state.msgpack`: a map from part to bytes. Copied in pieces, as in `in_slices`."""
+    heads: list[bytes] = []
+    for part, blob in state.items():
+        if len(blob) >= 1 << 32:
+            raise ValueError(
+                f"save: state part {part!r} has {len(blob)} bytes, more than the 4 GiB of msgpack"
+            )
+        heads.append(msgspec.msgpack.encode(part) + b"\xc6" + len(blob).to_bytes(4, "big"))
+    at = 5
+    packed = bytearray(at + sum(map(len, heads)) + sum(map(len, state.values())))
+    packed[:at] = b"\xdf" + len(heads).to_bytes(4, "big")
+    for head, blob in zip(heads, state.values(), strict=True):
+        packed[at : at + len(head)] = head
+        at += len(head)
+        for piece in in_slices(memoryview(blob), size=1 << 20):
+            packed[at : at + len(piece)] = piece
+            at += len(piece)
+    return packed
 
 
 def read_state(root: _native.Root, where: Path, manifest: Manifest) -> dict[str, bytes]:

@@ -150,8 +150,12 @@ class Orchestrator:
     async def _save(self, snapshot: Snapshot, held: Sequence[str]) -> None:
         try:
             report = await self._manager.save(snapshot, store=self._store)
-        finally:
+        except asyncio.CancelledError:
+            raise  # the save itself goes on in its thread and still needs the files
+        except BaseException:
             self.sink.release(held)
+            raise
+        self.sink.release(held)
         self._on_event("saved", {"step": snapshot.step, "committed": report is not None})
         await self._manager.apply_retention()
 

@@ -86,23 +86,21 @@ def pin_all(
     segments: Sequence[PayloadSegment],
     spills: Sequence[PayloadSegment],
     mode: PinMode,
-    lost: set[str],
 ) -> PinResult:
     """Pin every file that `segments` and `spills` name, each once, in one batch per way of pinning.
 
     Spill files are linked (else copied) in every mode: without them the work itself would be lost. A file
-    whose bytes could not be made durable goes to `lost` and counts as missing, now and in later saves: to
-    fsync it again would succeed and lie.
+    whose bytes could not be made durable counts as missing, now and in later saves: the store remembers,
+    since to fsync it again would succeed and lie.
     """
     spilled = _by_file(spills)
     payloads = {file: sums for file, sums in _by_file(segments).items() if file not in spilled}
     result = PinResult()
     modes: tuple[PinMode, PinMode] = ("link", mode)
     for sums, how in zip((spilled, payloads), modes, strict=True):
-        files = [file for file in sums if file not in lost]
-        result.missing += [file for file in sums if file in lost]
+        files = list(sums)
         if how == "link":
-            files = _sync(store, files, result.missing, lost)
+            files = _sync(store, files, result.missing)
         answers = _sizes(store, files) if how == "skip" else _pin(commit, store, files, copy=how == "copy")
         for part in in_slices(list(zip(files, answers, strict=True))):
             for file, answer in part:
@@ -113,7 +111,7 @@ def pin_all(
                 else:
                     size, done = answer
                     result.copied += done == "copy"
-                    result.pins[file] = Pin(size, sorted(sums[file]), done)
+                    result.pins[file] = Pin(size, tuple(dict.fromkeys(sums[file])), done)
     return result
 
 
@@ -136,17 +134,17 @@ def probe_links(store: PayloadStore, checkpoints: Path) -> bool:
     return True
 
 
-def _by_file(segments: Sequence[PayloadSegment]) -> dict[str, set[str]]:
-    sums: dict[str, set[str]] = {}
+def _by_file(segments: Sequence[PayloadSegment]) -> dict[str, list[str]]:
+    sums: dict[str, list[str]] = {}
     for part in in_slices(segments):
         for segment in part:
-            found = sums.setdefault(segment.file, set())
+            found = sums.setdefault(segment.file, [])
             if segment.checksum:
-                found.add(segment.checksum)
+                found.append(segment.checksum)
     return sums
 
 
-def _sync(store: PayloadStore, files: list[str], missing: list[str], lost: set[str]) -> list[str]:
+def _sync(store: PayloadStore, files: list[str], missing: list[str]) -> list[str]:
     """Make the bytes of `files` durable; returns those for which it worked."""
     good: list[str] = []
     for part in in_slices(list(zip(files, store.sync(files), strict=True))):
@@ -157,8 +155,7 @@ def _sync(store: PayloadStore, files: list[str], missing: list[str], lost: set[s
             if not isinstance(error, FileNotFoundError):
                 if error.errno not in _LOST:
                     raise error
-                lost.add(file)
-                log.error("%s; its bytes count as lost, and no checkpoint holds them", error)
+                log.error("%s; no checkpoint holds it", error)
             missing.append(file)
     return good
 

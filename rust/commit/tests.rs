@@ -2,7 +2,9 @@
 
 use super::*;
 use crate::fs::sim::{Handle, PowerCut, SimFs};
+use crate::pin::Pinned;
 use crate::publish::tests::{models, payload, sim_store};
+use crate::store::Store;
 
 const MANIFEST_TEXT: &[u8] = b"{\"step\":2}";
 
@@ -289,4 +291,66 @@ fn every_sync_of_a_commit_is_needed() {
     // The pin, state and manifest; payloads/v2, payloads, the temporary directory, step_2,
     // checkpoints.
     assert_eq!(syncs, 1 + 2 + 5);
+}
+
+#[test]
+fn the_real_filesystem_does_the_same() {
+    // Promise: pin, write, finish, reclaim and link back work on a real directory; across
+    // filesystems a pin is a copy; an adopted path is renamed into place.
+    let temp = tempfile::tempdir().unwrap();
+    let elsewhere = tempfile::tempdir_in("/dev/shm").unwrap();
+    let checkpoints = temp.path().join("checkpoints");
+    let root = checkpoints.to_str().unwrap();
+    let options = crate::store::StoreOptions {
+        create: true,
+        owner: true,
+        ..Default::default()
+    };
+    for (step, home) in [(1, temp.path()), (2, elsewhere.path())] {
+        let path = home.join("payloads");
+        let store = Store::<RealFs>::open_path(path.to_str().unwrap(), &options).unwrap();
+        let published = store
+            .publish(&[payload(step, b"abc")], false)
+            .remove(0)
+            .unwrap();
+        let mut commit = Commit::begin_path(root, step, "orchestrator", None).unwrap();
+        let ask = [(published.file.clone(), false)];
+        let (size, how) = commit.pin(&store, &ask, false).remove(0).unwrap();
+        let same = std::os::unix::fs::MetadataExt::dev(&home.metadata().unwrap())
+            == std::os::unix::fs::MetadataExt::dev(&temp.path().metadata().unwrap());
+        assert_eq!(how, if same { Pinned::Link } else { Pinned::Copy });
+        commit.write("state.msgpack", b"state").unwrap();
+        commit.finish(MANIFEST_TEXT).unwrap();
+        let ask = [published.file.clone()];
+        store.reclaim(&ask).unwrap().remove(0).unwrap();
+        let pinned = crate::link_back::PinnedFile {
+            file: published.file,
+            size,
+            checksums: vec![published.tensors[0].1.clone()],
+        };
+        let pins = checkpoints.join(format!("step_{step}/orchestrator/payloads"));
+        let back = store.link_back_path(pins.to_str().unwrap(), &[pinned], false);
+        let expect = if same { "linked" } else { "copied" };
+        assert_eq!(back.unwrap().remove(0).unwrap().word(), expect);
+        assert!(store.header(&ask)[0].is_ok());
+    }
+    let out = temp.path().join("out");
+    std::fs::create_dir_all(out.join("a")).unwrap();
+    std::fs::write(out.join("a/.metadata"), "m").unwrap();
+    let adopt = out.to_str();
+    let mut commit = Commit::begin_path(root, 1, "trainer", adopt).unwrap();
+    assert_eq!(commit.files().unwrap().len(), 1);
+    commit.finish(MANIFEST_TEXT).unwrap();
+    assert!(checkpoints.join("step_1/trainer/a/.metadata").exists() && !out.exists());
+    std::fs::create_dir_all(&out).unwrap();
+    std::fs::write(out.join("manifest.json"), "theirs").unwrap();
+    assert!(Commit::begin_path(root, 2, "trainer", adopt).is_err());
+    std::fs::remove_file(out.join("manifest.json")).unwrap();
+    std::os::unix::fs::symlink("/etc", out.join("link")).unwrap();
+    let mut commit = Commit::begin_path(root, 2, "trainer", adopt).unwrap();
+    assert!(commit.files().is_err());
+    drop(commit);
+    assert!(out.exists());
+    let names: Vec<_> = std::fs::read_dir(&checkpoints).unwrap().collect();
+    assert_eq!(names.len(), 2, "only step_1 and step_2: {names:?}");
 }

@@ -88,6 +88,7 @@ pub(super) fn run<'a, F: Fs>(
     source: &Source<'_, F>,
     index: &HashMap<&str, usize>,
     opened: &'a [Result<Opened<F>>],
+    budget: usize,
     batch: Vec<(&'a Plan, Target<'_>)>,
 ) -> Vec<Result<Filled>> {
     // Checked and allocated before the first byte is read.
@@ -112,7 +113,7 @@ pub(super) fn run<'a, F: Fs>(
         }
     }
     let spare: Mutex<Vec<Scratch>> = Mutex::new(Vec::new());
-    let done = threads::map(&jobs, helpers(&jobs), |job| {
+    let done = threads::map(&jobs, helpers(&jobs, budget), |job| {
         source.go_on()?;
         let mut scratch = spare
             .lock()
@@ -264,19 +265,19 @@ fn cut<'a, F: Fs>(
     }
 }
 
-/// How many threads the jobs deserve; starting one costs as much as reading some 100 KiB.
-fn helpers<F: Fs>(jobs: &[Job<'_, F>]) -> usize {
+/// How many threads the jobs deserve; starting one costs as much as reading some 100 KiB. Each may have
+/// to open a file again, so that they stay within `budget` too.
+fn helpers<F: Fs>(jobs: &[Job<'_, F>], budget: usize) -> usize {
     let bytes = |job: &Job<'_, F>| job.out.lock().unwrap_or_else(PoisonError::into_inner).len();
     let deserved = jobs.iter().map(bytes).sum::<usize>() / (512 << 10) + jobs.len() / 32;
-    match deserved {
-        0 => 1,
-        // On few cores too: these threads wait for disks and servers as well.
-        more => more.min(
-            available_parallelism()
-                .map_or(4, usize::from)
-                .clamp(4, THREADS),
-        ),
+    if deserved == 0 {
+        return 1;
     }
+    // On few cores too: these threads wait for disks and servers as well.
+    let most = available_parallelism()
+        .map_or(4, usize::from)
+        .clamp(4, THREADS);
+    deserved.min(most).min(budget)
 }
 
 impl Plan {

@@ -10,8 +10,9 @@ use super::error;
 use super::run::{Work, detached};
 use super::segments::argument;
 use super::store::Store;
-use crate::commit::{self, Pinned};
+use crate::commit;
 use crate::fs::real::RealFs;
+use crate::pin::Pinned;
 
 /// One checkpoint component on its way to `<checkpoints>/step_<step>/<component>`.
 ///
@@ -43,7 +44,9 @@ impl Commit {
         let (py, step) = (step.py(), argument(step, "step")?);
         let begin = || commit::Commit::begin_path(checkpoints, step, component, adopt);
         let core = detached(py, Work::items(1), |_| begin())??;
-        Ok(Self { core: Mutex::new(core) })
+        Ok(Self {
+            core: Mutex::new(core),
+        })
     }
 
     #[pyo3(signature = (store, files, *, copy=false))]
@@ -57,7 +60,8 @@ impl Commit {
         let store = store.get().core()?;
         // Each file is synced, so the time is that of a disk.
         let done = detached(py, Work::UNKNOWN, |_| self.core().pin(&store, &files, copy))?;
-        let wrap = |(size, how): (u64, Pinned)| Ok((size, how.word()).into_pyobject(py)?.into_any());
+        let wrap =
+            |(size, how): (u64, Pinned)| Ok((size, how.word()).into_pyobject(py)?.into_any());
         PyList::new(py, error::results(py, done, wrap)?)
     }
 
@@ -65,7 +69,9 @@ impl Commit {
         let owner = Input::get(data, "data")?;
         let bytes = owner.bytes();
         let work = Work::bytes(bytes.len());
-        Ok(detached(data.py(), work, |_| self.core().write(name, bytes))??)
+        Ok(detached(data.py(), work, |_| {
+            self.core().write(name, bytes)
+        })??)
     }
 
     fn files(&self, py: Python<'_>) -> PyResult<Vec<(String, u64, String)>> {
@@ -75,7 +81,9 @@ impl Commit {
     fn finish(&self, manifest: &Bound<'_, PyAny>) -> PyResult<()> {
         let owner = Input::get(manifest, "manifest")?;
         let bytes = owner.bytes();
-        Ok(detached(manifest.py(), Work::UNKNOWN, |_| self.core().finish(bytes))??)
+        Ok(detached(manifest.py(), Work::UNKNOWN, |_| {
+            self.core().finish(bytes)
+        })??)
     }
 
     fn abort(&self, py: Python<'_>) -> PyResult<()> {

@@ -23,12 +23,19 @@ pub(super) fn link_back<'py>(
 ) -> PyResult<Bound<'py, PyList>> {
     let pinned = |(file, size, checksums): Given<'py>| {
         let size = argument(&size, &format!("the size of {file:?}"))?;
-        Ok(PinnedFile { file, size, checksums })
+        Ok(PinnedFile {
+            file,
+            size,
+            checksums,
+        })
     };
     let files: PyResult<Vec<_>> = files.into_iter().map(pinned).collect();
     let files = files?;
     let work = || -> Result<Vec<Result<LinkedBack>>> {
-        let pins = core.fs().open_root(pins, false).context("link back", pins)?;
+        let pins = core
+            .fs()
+            .open_root(pins, false)
+            .context("link back", pins)?;
         Ok(core.link_back(&pins, &files, copy))
     };
     let done = detached(py, Work::items(files.len()), |_| work())??;
