@@ -235,18 +235,6 @@ class CheckpointManager:
         state = read_state(root, where, manifest)
         return state, Pins(where / _PAYLOADS, manifest, store, copy=self.pin == "copy")
 
-    def pinned_files(self) -> set[str]:
-        """Every payload file that any checkpoint of the run names: roots of a sweep. Reads all manifests;
-        CorruptCheckpointError for a damaged one, since nobody can say what it named."""
-        files: set[str] = set()
-        for number, step in self._steps.look().items():
-            for error in step.damaged.values():
-                raise error
-            if ORCHESTRATOR in step.stamps:
-                where = self._steps.path / f"step_{number}" / ORCHESTRATOR
-                files.update(read_manifest(_native.Root(str(where)), "", where, kind=Manifest).pins)
-        return files
-
     # --- the work
 
     async def _in_turn(self, work: Callable[[], _T]) -> _T:
