@@ -40,6 +40,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         future.add_done_callback(self._worked)
         return future
 
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """As in asyncio; its threads are waited for in real time."""
+        self._working += 1
+        try:
+            await super().shutdown_default_executor()
+        finally:
+            self._working -= 1
+
     def _worked(self, future: asyncio.Future[Any]) -> None:
         self._working -= 1
 
