@@ -163,7 +163,8 @@ def _groups(verdict: Verdict, config: Config, line: Line) -> None:
     finished: list[str] = []
     last_life = line.path[-1][1]
     last_cut = max((i for i, e in enumerate(last_life) if e["event"] == "cut"), default=None)
-    verdict.promise(last_cut is not None, "the last life made no cut")
+    done = line.resumed_at[-1] == config.steps
+    verdict.promise(last_cut is not None or done, "the last life made no cut")
     for _, events, left in line.path:
         for at, event in enumerate(events):
             if event["event"] == "drawn":
@@ -262,7 +263,12 @@ def _left(verdict: Verdict, run: Path, config: Config, line: Line) -> None:
     allowed += tuple(
         f"checkpoints/step_{step}/{who}/" for step in kept for who in ("orchestrator", "trainer")
     )
-    others = sorted(f for f in files if not f.startswith(allowed) or "/.tmp-" in f or "/.trash-" in f)
+    # What stragglers of a life that was left still say stays where nobody listens, until the next resume.
+    allowed += tuple(f"lineages/{event['lineage']}/" for event in line.events if event["event"] == "lingers")
+    if line.resumed_at[-1] == config.steps:
+        allowed += ("abandoned/",)  # goes once this life has a complete step, and it had none to make
+    others = sorted(f for f in files if not f.startswith(allowed) or "/.trash-" in f)
+    others += sorted(f for f in files if "/.tmp-" in f or f.startswith(".tmp-"))
     verdict.promise(not others, f"{len(others)} other files are left, such as {others[:3]}")
     verdict.rows["other unneeded files"] += len(others)
     end = [event for event in line.path[-1][1] if event["event"] == "finished"]

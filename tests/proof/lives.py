@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -112,11 +113,12 @@ class _Lives:
         self.number = 0
         self.fired: list[str] = []
         self._lingering: dict[int, float] = {}  # pid: when it is killed at last
+        self._log: EventLog
         self._chance = random.Random(f"{case.config.seed}/{case.kills}")
 
     def all(self) -> list[str]:
         """Life after life; returns what went wrong, empty if the run has ended."""
-        log = EventLog(self.directory / "events.jsonl", life=-1, role="launcher")
+        log = self._log = EventLog(self.directory / "events.jsonl", life=-1, role="launcher")
         try:
             while self.number < len(self.case.kills) + 3:
                 kill = self.case.kills[self.number] if self.number < len(self.case.kills) else None
@@ -136,6 +138,9 @@ class _Lives:
         log("resume", {"life_to_come": self.number, "step": step, "complete": steps})
         prepared = self._run(["prepare"], kill if kill and kill.role == "prepare" else None, step)
         if prepared != "ended":
+            if isinstance(prepared, list) and self._steps()[1] != steps:
+                log("too_late")  # a straggler has just made another step complete: choose again
+                return None
             return prepared
         roles = ["orchestrator"] if self.case.solo else ["orchestrator", "trainer", "writer-0", "writer-1"]
         status = self._run(roles, None if kill and kill.role == "prepare" else kill, step)
@@ -237,6 +242,7 @@ class _Lives:
                             killed_from = now
                         elif role == "orchestrator":
                             # The others learn of it in their own time, while the next life has begun.
+                            self._log("lingers", {"lineage": Lineage.load(self.directory / "run").id})
                             for other in running:
                                 self._lingering[other] = now + self._chance.uniform(0, 0.6)
                             return None
@@ -268,6 +274,7 @@ def _fork(main: Callable[[], int], *, group: int) -> int:
     try:
         os.setpgid(0, group)
         status = main()
+        threading._shutdown()  # type: ignore[attr-defined]  # as at the end of any interpreter: threads are joined
     finally:
         os._exit(status)
 

@@ -1,4 +1,4 @@
-"""The processes of one life: who prepares it, orchestrator, trainer, writers. Or all of them in one, in virtual time."""
+"""The processes of a life: who prepares it, orchestrator, trainer, writers. Or all in one, in virtual time."""
 
 from __future__ import annotations
 

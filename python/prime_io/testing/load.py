@@ -59,7 +59,7 @@ class FakeLoad:
     """`run_episode` for a `Dispatcher`: waits, fails and writes as its seed says, the same in every process.
 
     Ids come from the group (task and occurrence) and the member; `with_lineage` adds the life that made them.
-    `tokens` and `delay_s` are ranges; `error_rate` rollouts raise; `straggler_rate` ones take `straggler_s`.
+    `tokens` and `delay_s` are ranges; `error_rate` rollouts raise; `straggler_rate` ones take `straggler_s` longer.
     A trace has `turns` turns, each with a payload file of its own. With more than 256 experts every second turn
     keeps to ids below 256 and is stored as uint8, so that segments of both widths meet in one sample. An
     episode has `traces` traces that share its spill file.
@@ -120,7 +120,7 @@ class FakeLoad:
         chance = self._chance(f"plan/{name}")
         delay = float(chance.uniform(*self._delay_s))
         fails, straggles = chance.random() < self._error_rate, chance.random() < self._straggler_rate
-        return Plan(name, self._straggler_s if straggles else delay, bool(fails))
+        return Plan(name, delay + self._straggler_s * bool(straggles), bool(fails))
 
     def trace_ids(self, rollout: Rollout) -> list[str]:
         """The ids of the traces of this rollout."""
