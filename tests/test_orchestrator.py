@@ -348,3 +348,36 @@ def test_an_extended_run_resumes_from_its_last_step(tmp_path: Path) -> None:
         second.store.close()
 
     asyncio.run(main())
+
+
+def test_finish_waits_for_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the last sweep read a manifest while retention, still at work in its thread, removed that step."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life, trainer = Run(tmp_path, max_steps=5), Trainer(tmp_path)
+        trainer.start()
+        await life.orchestrator.run()
+        await asyncio.to_thread(trainer.join, 20)
+        under_way, look = threading.Event(), life.manager._steps.look
+
+        def slow_look() -> Any:
+            under_way.set()
+            time.sleep(0.1)
+            return look()
+
+        monkeypatch.setattr(life.manager._steps, "look", slow_look)
+        retention = asyncio.ensure_future(life.manager.apply_retention())
+        await asyncio.to_thread(under_way.wait, 5)
+        retention.cancel()  # as `run` cancels what watches: the thread goes on
+        await asyncio.gather(retention, return_exceptions=True)
+        order: list[str] = []
+        monkeypatch.setattr(life.manager._steps, "look", lambda: order.append("look") or look())
+        sweep = life.store.sweep
+        monkeypatch.setattr(life.store, "sweep", lambda **how: order.append("sweep") or sweep(**how))
+        await life.orchestrator.finish()
+        assert order.index("sweep") > 0
+        assert not list(tmp_path.rglob(".trash-*"))
+        life.store.close()
+
+    asyncio.run(main())

@@ -246,6 +246,8 @@ class Orchestrator:
         """After the workers have left: give up what is not trained (a checkpoint holds it) and sweep."""
         await self.dispatcher.close()
         await self.sink.discard_all()
+        # Waits for a retention that is under way too: it must not remove what the sweep reads.
+        await self._manager.apply_retention()
         return await self.sweep()
 
     async def _last_save(self) -> None:
