@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -378,6 +379,27 @@ def test_finish_waits_for_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         await life.orchestrator.finish()
         assert order.index("sweep") > 0
         assert not list(tmp_path.rglob(".trash-*"))
+        life.store.close()
+
+    asyncio.run(main())
+
+
+def test_nothing_of_dead_processes_is_left(tmp_path: Path) -> None:
+    """Bug: temporaries of processes that died in this life stayed unless somebody called remove_leftovers."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life, trainer = Run(tmp_path, max_steps=3), Trainer(tmp_path)
+        pid = os.fork()
+        if not pid:
+            try:
+                (life.manager.new_component_dir() / "model").write_bytes(b"half")
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        assert list(tmp_path.glob(".tmp-*"))
+        await until_the_end(life, trainer)
+        assert not list(tmp_path.glob(".tmp-*"))
         life.store.close()
 
     asyncio.run(main())

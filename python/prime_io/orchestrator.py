@@ -193,6 +193,7 @@ class Orchestrator:
     async def sweep(self) -> SweepReport:
         """Reclaim every file nobody needs. Only while nobody writes: after a restore, or when workers have left."""
         await self.sink.drain()
+        await asyncio.to_thread(self._manager.remove_leftovers)
         report = await asyncio.to_thread(self._store.sweep, roots=self._roots, before=None)
         self._on_event("swept", {"reclaimed": len(report.reclaimed), "kept": report.kept})
         return report
