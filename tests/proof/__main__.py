@@ -100,10 +100,10 @@ def ablated(proof: Proof, names: Sequence[str], tries: int) -> list[str]:
         seen: list[str] = []
         for i in range(tries):
             config = Config(
-                seed=i, step_s=0.06, save_s=0.08, ablation=name, filter_zero_advantages=False, error_rate=0.0
+                seed=i, steps=10, step_s=0.06, save_s=0.4, error_rate=0.0, ablation=name, keep_last=1 + i % 2
             )
-            kill = Kill("orchestrator", "write.batch", 5 + i % 2, "after")
-            for result in proof.attempt([Case(config, [kill])], score=False):
+            kill = Kill("orchestrator", "write.batch", 8 + i % 2, "after")
+            for result in proof.attempt([Case(config, [kill], solo=True)], score=False):
                 seen += result.violations
             if seen or proof.over:
                 break

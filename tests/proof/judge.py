@@ -213,7 +213,8 @@ def _restored(verdict: Verdict, config: Config, line: Line) -> None:
             not unexplained, f"{len(unexplained)} queued traces were not restored: {unexplained[:2]}"
         )
         verdict.rows["queued traces restored"] += len(cut["queued"]) - len(unexplained)
-        verdict.rows["pinned traces lost"] += len(gone) + len(unexplained)
+        row = "traces lost with files that were not pinned" if config.pin == "skip" else "pinned traces lost"
+        verdict.rows[row] += len(gone) + len(unexplained)
         members = [
             name for reason, names in dropped.items() if reason.startswith("members") for name in names
         ]

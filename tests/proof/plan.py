@@ -13,7 +13,7 @@ from .lives import Case, Result
 from .points import Kill
 from .roles import Config
 
-RESUMING = ("prepare/", "start/", "restore/", "sweep/")
+RESUMING = ("prepare/", "restore/", "sweep/")
 SYSCALLS = (
     "linkat",
     "unlinkat",

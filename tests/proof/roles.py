@@ -22,8 +22,8 @@ from prime_io import (
     Exchange,
     FieldSpec,
     Lineage,
-    Orchestrator,
     OpenGroup,
+    Orchestrator,
     PayloadSegment,
     PayloadStore,
     Policy,
@@ -272,10 +272,8 @@ async def orchestrate(
         rounds = _Rounds(dispatcher, sink)
         sink.quiet = rounds.quiet
         dispatcher.may_open = rounds.limit(dispatcher.may_open)
-    if config.ablation:
+    if config.ablation in ABLATIONS:
         ABLATIONS[config.ablation](orchestrator)
-    with during("start"):
-        await asyncio.to_thread(manager.remove_leftovers)
     if lineage.resumed_from is not None:
         await orchestrator.restore(lineage.resumed_from)
     await writers.start()
