@@ -74,6 +74,7 @@ class Proof:
     def _score(self, result: Result) -> None:
         self.cases += 1
         for kill in result.fired:
+            kill = kill.replace("orchestrator:", "one process:") if result.case.solo else kill
             self.fired[re.sub(r" #\d+", "", kill)] += 1
         self.rows.update(result.rows)
         if result.violations:
@@ -99,11 +100,7 @@ def ablated(proof: Proof, names: Sequence[str], tries: int) -> list[str]:
     for name in names:
         seen: list[str] = []
         for i in range(tries):
-            config = Config(
-                seed=i, steps=10, step_s=0.06, save_s=0.4, error_rate=0.0, ablation=name, keep_last=1 + i % 2
-            )
-            kill = Kill("orchestrator", "write.batch", 8 + i % 2, "after")
-            for result in proof.attempt([Case(config, [kill], solo=True)], score=False):
+            for result in proof.attempt([_ablated(name, i)], score=False):
                 seen += result.violations
             if seen or proof.over:
                 break
@@ -111,6 +108,13 @@ def ablated(proof: Proof, names: Sequence[str], tries: int) -> list[str]:
         if not seen:
             unseen.append(name)
     return unseen
+
+
+def _ablated(name: str, i: int) -> Case:
+    config = Config(
+        seed=i, steps=10, step_s=0.06, save_s=0.4, error_rate=0.0, ablation=name, keep_last=1 + i % 2
+    )
+    return Case(config, [Kill("orchestrator", "write.batch", 8 + i % 2, "after")], solo=True)
 
 
 def table(proof: Proof, seconds: float) -> None:
@@ -129,8 +133,9 @@ def table(proof: Proof, seconds: float) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.proof", description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=None, help="default: 1, with --minutes the time")
-    parser.add_argument("--minutes", type=float, help="go on with fresh seeds until the time is over")
+    parser.add_argument("--seed", type=int, default=None, help="default: 1, with --torture the time")
+    parser.add_argument("--torture", action="store_true", help="go on with fresh seeds")
+    parser.add_argument("--minutes", type=float, help="begin no more runs after that")
     parser.add_argument("--short", action="store_true", help="a few of each")
     parser.add_argument("--lanes", type=int, default=2, help="runs at a time")
     parser.add_argument(
@@ -146,7 +151,7 @@ def main() -> int:
     try:
         if args.case:
             proof.attempt([msgspec.json.decode(args.case, type=Case)] * args.repeat)
-        elif args.minutes:
+        elif args.torture:
             for seed in itertools.count(args.seed if args.seed is not None else int(time.time())):
                 if proof.over:
                     break
@@ -154,11 +159,12 @@ def main() -> int:
                 everything(proof, seed, occurrences=2)
         elif args.short:
             short(proof, args.seed or 1)
-            unseen = ablated(proof, ("releases_do_not_wait_for_saves", "the_sampler_starts_again"), 3)
+            unseen = ablated(proof, ("releases_do_not_wait_for_saves",), 3)
         else:
             everything(proof, args.seed if args.seed is not None else 1, occurrences=2)
             print("\nprotections taken away, and what the judge says:")
             unseen = ablated(proof, list(ABLATIONS), 5)
+            proof.attempt([_ablated("", i) for i in range(2)])  # the control: nothing taken away
     except KeyboardInterrupt:
         print("stopped")
     proof.close()
@@ -170,12 +176,13 @@ def main() -> int:
 
 def everything(proof: Proof, seed: int, *, occurrences: int) -> None:
     planner = Planner(seed, proof.attempt)
-    moments, syscalls = planner.moments(60), planner.syscalls(48) if can_trace() else ()
+    traced = can_trace()
     for name, cases in (
         ("named points", planner.points(occurrences)),
-        ("points of a resume", planner.resumes(occurrences)),
-        ("random moments", moments),
-        ("system calls", syscalls),
+        ("points of a resume", planner.resumes(2 * occurrences)),
+        ("random moments", planner.moments(30 * occurrences)),
+        ("told to stop", planner.stops(12 * occurrences)),
+        ("system calls", planner.syscalls(24 * occurrences if traced else 0)),
         ("one process, virtual time", planner.solo(occurrences)),
     ):
         before, at = sum(proof.fired.values()), time.monotonic()
@@ -183,18 +190,19 @@ def everything(proof: Proof, seed: int, *, occurrences: int) -> None:
         print(
             f"{name}: {sum(proof.fired.values()) - before} kills, {time.monotonic() - at:.0f} s", flush=True
         )
-        if name == "system calls" and not can_trace():
-            print("  (strace cannot be used here)")
+        if name == "system calls" and not traced:
+            print("  (strace is not installed, or may not attach here)")
 
 
 def short(proof: Proof, seed: int) -> None:
     planner = Planner(seed, proof.attempt)
     chance = random.Random(seed)
     for cases, n in (
-        (planner.points(1), 8),
-        (planner.resumes(1), 6),
-        (planner.moments(3), 3),
-        (planner.solo(1), 6),
+        (planner.points(1), 4),
+        (planner.resumes(1), 3),
+        (planner.moments(1), 1),
+        (planner.stops(1), 1),
+        (planner.solo(1), 3),
     ):
         proof.attempt(chance.sample(list(cases), n))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prime_io import TaskRequest
+from prime_io import CheckpointManager, TaskRequest
 
 from .events import Event
 from .roles import Config
@@ -42,9 +42,15 @@ class Verdict:
 def judge(run: Path, config: Config, events: list[Event], *, finished: bool) -> Verdict:
     """`finished`: the last life came to its end. Otherwise only what holds at any time is looked at."""
     verdict = Verdict()
+    left = {event["lineage"] for event in events if event["event"] == "lingers"}
     for event in events:
         if event["event"] == "failed" and "WrongBytes" in event["error"]:
             verdict.violations.append(f"wrong bytes: {event['error']}")
+        if event["event"] == "failed" and event["lineage"] not in left:
+            verdict.rows["reads of a missing or wrong file"] += any(
+                name in event["error"] for name in ("WrongBytes", "FileNotFound", "CorruptPayload")
+            )
+    verdict.rows["reads of a missing or wrong file"] += 0
     if not finished:
         return verdict
     line = Line(json.loads((run / "LINEAGE").read_bytes())["chain"], events)
@@ -254,7 +260,10 @@ def _resumed_from_the_newest(verdict: Verdict, events: list[Event]) -> None:
 def _left(verdict: Verdict, run: Path, config: Config, line: Line) -> None:
     """At the end: no payload file, no temporary, no trash, nothing of former lives; only what retention keeps."""
     files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
-    orphans = sorted(f for f in files if f.startswith("payloads/v") and not f.endswith("notes.txt"))
+    payloads = {f for f in files if f.startswith("payloads/v") and not f.endswith("notes.txt")}
+    if config.pin == "skip":
+        payloads -= {f"payloads/{file}" for file in CheckpointManager(run_dir=run).unpinned_files()}
+    orphans = sorted(payloads)
     verdict.promise(not orphans, f"{len(orphans)} payload files are left, such as {orphans[:2]}")
     verdict.rows["unneeded payload files"] += len(orphans)
     life = line.ids[-1]

@@ -144,6 +144,13 @@ class _Lives:
             return prepared
         roles = ["orchestrator"] if self.case.solo else ["orchestrator", "trainer", "writer-0", "writer-1"]
         status = self._run(roles, None if kill and kill.role == "prepare" else kill, step)
+        if (
+            status == "ended"
+            and kill is not None
+            and kill.point == "term"
+            and self._steps()[1][-1:] != [self.case.config.steps]
+        ):
+            return None  # it stopped as it was told
         return [] if status == "ended" else status
 
     def _steps(self) -> tuple[int | None, list[int]]:
@@ -202,6 +209,10 @@ class _Lives:
         os.close(gate_write)
         try:
             return self._wait(running, kill)
+        except BaseException:
+            for pid in running:
+                _end(pid)
+            raise
         finally:
             if tracer is not None:
                 tracer.kill()
@@ -209,7 +220,7 @@ class _Lives:
 
     def _wait(self, running: dict[int, str], kill: Kill | None) -> list[str] | str | None:
         started = time.monotonic()
-        at = started + kill.nth / 1000 if kill is not None and kill.point == "time" else None
+        at = started + kill.nth / 1000 if kill is not None and kill.point in ("time", "term") else None
         killed_from: float | None = None
         alone = self.directory / f"alone-{self.number}"
         while running:
@@ -222,9 +233,11 @@ class _Lives:
             if at is not None and now > at:
                 assert kill is not None
                 at = None
+                if kill.point == "term":
+                    self.fired.append(str(kill))
+                sent = signal.SIGTERM if kill.point == "term" else signal.SIGKILL
                 for pid in [p for p, role in running.items() if kill.everything or role == kill.role]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, sent)  # not waited for yet, so the pid is still that process
             if killed_from is not None and now > killed_from:
                 for pid in running:
                     _end(pid)

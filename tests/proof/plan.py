@@ -73,10 +73,10 @@ class Planner:
             for kill in self._kills(role, self._first.counts, self._first.halves, occurrences):
                 yield Case(variant(self._chance), [self._scoped(kill)])
 
-    def resumes(self, occurrences: int) -> Iterator[Case]:
+    def resumes(self, rounds: int) -> Iterator[Case]:
         """Killed, and killed again at every point of what a resume does; some a third time."""
-        for role in ("prepare", "orchestrator"):
-            kills = self._kills(role, self._resumed.resumed_counts, self._resumed.halves, occurrences)
+        for role in ("prepare", "orchestrator") * rounds:
+            kills = self._kills(role, self._resumed.resumed_counts, self._resumed.halves, 2)
             again = [kill for kill in kills if kill.point.startswith(RESUMING)]
             for kill in again:
                 kills = [self._somewhere(), self._scoped(kill)]
@@ -92,6 +92,14 @@ class Planner:
             while len(kills) < 3 and self._chance.random() < 0.4:
                 kills.append(self._moment(350))
             yield Case(variant(self._chance), kills, rewind=self._chance.random() < 0.1)
+
+    def stops(self, n: int) -> Iterator[Case]:
+        """Told to stop at a random moment, and some killed on the way out or when they go on."""
+        for _ in range(n):
+            kills = [Kill("orchestrator", "term", self._chance.randrange(20, 600), "at", everything=False)]
+            if self._chance.random() < 0.4:
+                kills.append(self._moment(350))
+            yield Case(variant(self._chance), kills)
 
     def syscalls(self, n: int) -> Iterator[Case]:
         """At a system call inside the engine's steps; in a first life, or in the one that resumes."""

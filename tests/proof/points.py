@@ -27,8 +27,11 @@ phase: contextvars.ContextVar[str] = contextvars.ContextVar("phase", default="")
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """SIGKILL of `role` at the `nth` call named `point`. Other points: "time" (`nth` ms after the start) and
-    "syscall:<names>" (the nth of them in one thread). `everything`: all processes of the life with it."""
+    """SIGKILL of `role` at the `nth` call named `point`. `everything`: all processes of the life with it.
+
+    Other points: "time" (`nth` ms after the start), "syscall:<names>" (the nth of them in one thread), and
+    "term", which is SIGTERM after `nth` ms: the life ends in order, and another one goes on.
+    """
 
     role: str
     point: str
@@ -38,7 +41,8 @@ class Kill(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         """One line for people."""
-        return f"{self.role}: {self.when} {self.point} #{self.nth}{'' if self.everything else ' (alone)'}"
+        alone = "" if self.everything or self.point == "term" else " (alone)"
+        return f"{self.role}: {self.when} {self.point} #{self.nth}{alone}"
 
 
 class Points:

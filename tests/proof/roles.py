@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable, Sequence
@@ -274,6 +275,7 @@ async def orchestrate(
         dispatcher.may_open = rounds.limit(dispatcher.may_open)
     if config.ablation in ABLATIONS:
         ABLATIONS[config.ablation](orchestrator)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, orchestrator.stop)
     if lineage.resumed_from is not None:
         await orchestrator.restore(lineage.resumed_from)
     await writers.start()
