@@ -332,9 +332,12 @@ async def _opened(run: Path) -> PayloadStore:
 
 
 async def train(run: Path, config: Config, log: EventLog, *, store: PayloadStore | None = None) -> None:
+    lineage = Lineage.load(run)  # at once: while the store is waited for, another life may begin
+    log.lineage = lineage.id
     load = config.load(store or await _opened(run))
-    trainer = FakeTrainer(run, load=load, store=load.store, step_s=config.step_s, poll_s=0.004, on_event=log)
-    log.lineage = trainer.lineage.id
+    trainer = FakeTrainer(
+        run, load=load, store=load.store, lineage=lineage, step_s=config.step_s, poll_s=0.004, on_event=log
+    )
     await trainer.run()
 
 

@@ -17,7 +17,7 @@ from .load import FakeLoad
 
 
 class FakeTrainer:
-    """Trains the batches of the current lineage of `run_dir` until the orchestrator says stop.
+    """Trains the batches of `lineage` (default: the current one of `run_dir`) until the orchestrator says stop.
 
     A step reads the batch to its last byte (WrongBytesError, FileNotFoundError or CorruptPayloadError end the
     trainer), takes `step_s`, publishes weights, commits its component of a checkpoint step and acknowledges.
@@ -31,12 +31,13 @@ class FakeTrainer:
         *,
         load: FakeLoad,
         store: PayloadStore | None = None,
+        lineage: Lineage | None = None,
         reader: str = "trainer",
         step_s: float = 0.05,
         poll_s: float = 0.005,
         on_event: Callable[[str, Mapping[str, Any]], None] = lambda name, facts: None,
     ) -> None:
-        self.lineage = Lineage.load(run_dir)
+        self.lineage = lineage or Lineage.load(run_dir)
         self.exchange = Exchange(self.lineage)
         self.manager = CheckpointManager(run_dir=run_dir, lineage=self.lineage)
         self.step = self.lineage.resumed_from or 0
