@@ -30,7 +30,7 @@ Try = Callable[[Sequence[Case]], list[Result]]
 
 
 def variant(chance: random.Random) -> Config:
-    """One run or another: all shapes, both ways to pin, one or two traces an episode, slow and fast trainers."""
+    """One run or another: all shapes, all ways to pin, traces that share files, slow and fast trainers."""
     return Config(
         seed=chance.randrange(1 << 30),
         shape=chance.choice(list(PRESETS)),
@@ -41,6 +41,8 @@ def variant(chance: random.Random) -> Config:
         save_s=chance.choice((0.0, 0.02, 0.08)),
         max_off_policy_steps=chance.choice((1, 3, 3)),
         filter_zero_advantages=chance.random() < 0.8,
+        overload_s=chance.choice((0.0, 0.0, 0.07)),
+        per_token=chance.random() < 0.25,
     )
 
 
@@ -63,6 +65,7 @@ class Planner:
         )
         self.looked = [first, resumed, solo, solo_resumed]
         self._first, self._resumed = first, resumed
+        self._life_ms = max(400, int(first.seconds * 900))
         self._solo, self._solo_resumed = solo, solo_resumed
 
     # -- real processes
@@ -88,17 +91,17 @@ class Planner:
     def moments(self, n: int) -> Iterator[Case]:
         """Random moments, up to three lives in a row."""
         for _ in range(n):
-            kills = [self._moment(650)]
+            kills = [self._moment(self._life_ms)]
             while len(kills) < 3 and self._chance.random() < 0.4:
-                kills.append(self._moment(350))
+                kills.append(self._moment(self._life_ms // 2))
             yield Case(variant(self._chance), kills, rewind=self._chance.random() < 0.1)
 
     def stops(self, n: int) -> Iterator[Case]:
         """Told to stop at a random moment, and some killed on the way out or when they go on."""
         for _ in range(n):
-            kills = [Kill("orchestrator", "term", self._chance.randrange(20, 600), "at", everything=False)]
+            kills = [Kill("orchestrator", "term", self._chance.randrange(20, self._life_ms), "at", everything=False)]
             if self._chance.random() < 0.4:
-                kills.append(self._moment(350))
+                kills.append(self._moment(self._life_ms // 2))
             yield Case(variant(self._chance), kills)
 
     def syscalls(self, n: int) -> Iterator[Case]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from prime_io import (
     CheckpointManager,
@@ -33,8 +34,10 @@ from prime_io import (
     SaveReport,
     Snapshot,
     TaskRequest,
+    Trace,
     TrainSink,
     TrainSource,
+    grpo,
     prepare_resume,
 )
 from prime_io.testing import FIELD, PRESETS, FakeLoad, FakeTrainer, run_virtual
@@ -68,6 +71,10 @@ class Config(msgspec.Struct, frozen=True):
     quiet: bool = False
     """Batches are cut only when nothing is in flight: then ids per step do not depend on time."""
     filter_zero_advantages: bool = True
+    overload_s: float = 0.0
+    """How often a group in flight is given up, if above 0."""
+    per_token: bool = False
+    """Advantages are an array per sample: one more spill file, which the traces of a group share."""
     ablation: str = ""
 
     def load(self, store: PayloadStore) -> FakeLoad:
@@ -222,6 +229,7 @@ async def orchestrate(
         batch_size=config.batch_size,
         max_off_policy_steps=config.max_off_policy_steps,
         fields={FIELD: FieldSpec(align="token-1")},
+        score_group=_per_token if config.per_token else grpo,
         filter_zero_advantages=config.filter_zero_advantages,
         lineage=lineage.id,
     )
@@ -280,6 +288,7 @@ async def orchestrate(
         await orchestrator.restore(lineage.resumed_from)
     await writers.start()
     trainer = None if sockets else asyncio.ensure_future(train(run, config, log, store=store))
+    overload = asyncio.ensure_future(_overload(dispatcher, config.overload_s)) if config.overload_s else None
     if trainer is None:
         await orchestrator.run()
     else:
@@ -288,6 +297,8 @@ async def orchestrate(
         for task in (trainer, running):
             if task.done():
                 task.result()
+    if overload is not None:
+        overload.cancel()
     await dispatcher.close()
     await writers.close()
     while not alone.exists():
@@ -296,6 +307,19 @@ async def orchestrate(
     counters = {name: n for name, n in sink.counters.items() if n}
     log("finished", {"counters": counters, "held": len(sink.ledger)})
     store.close()
+
+
+def _per_token(traces: Sequence[Trace]) -> list[list[Any]]:
+    return [
+        [np.full(len(sample.token_ids), advantage, np.float32) for sample in trace.samples]
+        for trace, advantage in zip(traces, grpo(traces), strict=True)
+    ]
+
+
+async def _overload(dispatcher: Dispatcher, every_s: float) -> None:
+    while True:
+        await asyncio.sleep(every_s)
+        dispatcher.cancel_inflight(1)
 
 
 class _Rounds:
