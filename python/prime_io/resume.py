@@ -119,6 +119,14 @@ class Ledger:
             self._free.discard(file)
         return tuple(sizes)
 
+    def hold_again(self, files: Iterable[str]) -> tuple[str, ...]:
+        """One more holder for each of these files, all of which somebody holds already."""
+        held = tuple(files)
+        for file in held:
+            assert self._holders[file], f"{file} is held by nobody"
+            self._holders[file] += 1
+        return held
+
     def release(self, files: Iterable[str]) -> None:
         """One holder less for each file."""
         for file in files:
@@ -152,6 +160,11 @@ class Ledger:
     def untrained_steps(self) -> list[int]:
         """The steps shipped and not yet trained."""
         return sorted(self._shipped)
+
+    @property
+    def has_free(self) -> bool:
+        """Whether `take_free` would return any."""
+        return bool(self._free)
 
     def take_free(self) -> list[str]:
         """The files nobody holds any more; the caller reclaims them."""
