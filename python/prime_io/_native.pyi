@@ -152,7 +152,7 @@ class Store:
 
     def reclaim(self, files: Sequence[str]) -> list[int | Exception]:
         """Unlink each file (owner only: PermissionError otherwise). Result: bytes freed, or -1 if it was
-        already gone."""
+        already gone; ValueError for what is no `v<k>/<name>`, so that no name from data means STORE or LOCK."""
 
     def link_back(
         self, pins: str, files: Sequence[tuple[str, int, Sequence[str]]], *, copy: bool = False
@@ -162,7 +162,8 @@ class Store:
         `checksums` are segment checksums that the file's header must hold. Result: "present" (same inode, or
         same size and checksums), "linked", "copied", or "replaced" (something else had the name). A pin that
         has another size or whose header lacks a checksum is CorruptPayloadError and is not linked; no pin and
-        nothing right present is FileNotFoundError. Linking falls back to a copy as in `Commit.pin`.
+        nothing right present is FileNotFoundError; what is no `v<k>/<name>` is a ValueError. Linking falls back
+        to a copy as in `Commit.pin`.
         """
 
     def scan(self) -> list[tuple[str, int, int, str]]:
@@ -192,7 +193,7 @@ class Commit:
         """Link (or copy) each (file, already durable) to `payloads/<file>` and make its bytes durable.
 
         Result: (size, "link" or "copy"). Linking falls back to a copy on EXDEV, EPERM, EMLINK, ENOSYS and
-        EOPNOTSUPP; FileNotFoundError if the file is gone.
+        EOPNOTSUPP; FileNotFoundError if the file is gone, ValueError for what is no `v<k>/<name>`.
         """
 
     def write(self, name: str, data: Buffer) -> tuple[int, str]:

@@ -311,12 +311,13 @@ class PayloadStore:
     def reclaim(self, files: Iterable[str]) -> list[int | Exception]:
         """Unlink files that nobody holds; per file the bytes freed, -1 if it was gone, or the exception.
 
+        Only files of version directories, `v<k>/<name>`: anything else is a ValueError in its place.
         PermissionError if this object is not the owner.
         """
         names = list(files)
-        done = iter(self.native.reclaim([f for f in names if "/" in f]))
+        results = self.native.reclaim(names)
         self._durable.difference_update(names)
-        return [next(done) if "/" in f else _no_payload(f) for f in names]
+        return results
 
     def link_back(
         self,
@@ -329,10 +330,10 @@ class PayloadStore:
 
         Per file "present" (same inode, or same size and checksums), "linked", "copied", "replaced"
         (something else had the name), or the exception: CorruptPayloadError for a pin of another size or
-        without one of the checksums, FileNotFoundError if there is neither pin nor file.
+        without one of the checksums, FileNotFoundError if there is neither pin nor file, ValueError for a name
+        that is not `v<k>/<name>`.
         """
-        done = iter(self.native.link_back(os.fspath(pins), [f for f in files if "/" in f[0]], copy=copy))
-        results = [next(done) if "/" in f else _no_payload(f) for f, _, _ in files]
+        results = self.native.link_back(os.fspath(pins), files, copy=copy)
         # A pin was made durable before its checkpoint was; a link to it has the same bytes.
         linked = [f for (f, _, _), r in zip(files, results, strict=True) if r == "linked"]
         self._durable.update(linked)
@@ -404,8 +405,3 @@ def _segment(
     """The segment of a whole tensor; one without axes is a single row."""
     rows, row = (shape[0], shape[1:]) if shape else (1, ())
     return PayloadSegment(name, file, offset, 0, rows, dtype, row, checksum)
-
-
-def _no_payload(file: str) -> ValueError:
-    """STORE and LOCK lie beside the version directories: no name from data may mean them."""
-    return ValueError(f"{file!r} is no payload file: those lie in the store's version directories")
