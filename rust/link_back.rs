@@ -7,8 +7,8 @@ use rustix::io::Errno;
 use crate::error::Context;
 use crate::format::Header;
 use crate::fs::real::RealFs;
-use crate::fs::{FileKind, Fs, Stat, check_path, split_path, whole};
-use crate::names::Maker;
+use crate::fs::{FileKind, Fs, Stat, split_path, whole};
+use crate::names::{Maker, check_payload};
 use crate::store::{Store, open_parents};
 use crate::threads::{self, IO_THREADS};
 use crate::{Error, Result};
@@ -67,7 +67,7 @@ impl Store<RealFs> {
 impl<F: Fs> Store<F> {
     /// Gives each file of the directory `pins` its name in the store again; one result per file.
     ///
-    /// A bad pin is an error and never gets a name. Doing it twice changes nothing.
+    /// Only files of version directories. A bad pin is an error and never gets a name. Doing it twice changes nothing.
     pub fn link_back(
         &self,
         pins: &F::Dir,
@@ -75,7 +75,7 @@ impl<F: Fs> Store<F> {
         copy: bool,
     ) -> Vec<Result<LinkedBack>> {
         let names = || files.iter().map(|pinned| pinned.file.as_str());
-        let from = open_parents(&self.fs, pins, names(), check_path);
+        let from = open_parents(&self.fs, pins, names(), check_payload);
         let to: BTreeMap<&str, Result<F::Dir>> = from
             .keys()
             .map(|parent| (*parent, self.ensure_parent(parent)))
@@ -85,7 +85,7 @@ impl<F: Fs> Store<F> {
         let once: Vec<(&str, &PinnedFile)> = once.into_iter().collect();
         let maker = Maker::current();
         let results = threads::map(&once, IO_THREADS, |(file, pinned)| {
-            check_path(file).map_err(|why| Error::invalid(OP, *file, why))?;
+            check_payload(file).map_err(|why| Error::invalid(OP, *file, why))?;
             let parent = split_path(file).0;
             let to = to[parent].as_ref().map_err(Clone::clone)?;
             let from = from[parent]
@@ -312,6 +312,32 @@ mod tests {
         };
         assert!(back(&fs, pins, &bad, false).is_err());
         assert!(!fs.files().contains_key(&pinned.file));
+    }
+
+    #[test]
+    fn the_stores_own_files_are_no_targets() {
+        // Bug guarded: a manifest that listed "STORE" had the identity of the store replaced.
+        let (fs, pins, _) = start();
+        for file in ["STORE", "LOCK", "x/y", "v3/x/y", "w/STORE"] {
+            let (parent, name) = split_path(file);
+            let mut dir = pins;
+            for part in parent.split('/').filter(|part| !part.is_empty()) {
+                dir = whole::ensure_dir(&fs, &dir, part, false).unwrap();
+            }
+            fs.create(&dir, name, 0o666).unwrap();
+            let before = fs.files();
+            let pinned = PinnedFile {
+                file: file.into(),
+                size: 0,
+                checksums: Vec::new(),
+            };
+            let error = back(&fs, pins, &pinned, false).unwrap_err();
+            assert!(
+                matches!(error.kind, crate::error::Kind::Invalid(_)),
+                "{error}"
+            );
+            assert_eq!(fs.files(), before);
+        }
     }
 
     #[test]

@@ -112,6 +112,12 @@ impl Store {
         super::publish::publish(files.py(), &*self.core()?, files, durable)
     }
 
+    fn writer(&self, version: &Bound<'_, PyAny>) -> PyResult<super::writer::Writer> {
+        let (py, version) = (version.py(), argument(version, "version")?);
+        let core = self.core()?;
+        Ok(detached(py, Work::items(1), |_| core.writer(version))??.into())
+    }
+
     fn header<'py>(&self, py: Python<'py>, files: Vec<String>) -> PyResult<Bound<'py, PyList>> {
         let core = self.core()?;
         let found = detached(py, Work::items(files.len()), |_| core.header(&files))?;
