@@ -57,7 +57,8 @@ class Pins:
         wanted = list(dict.fromkeys(files))
         known = [file for file in wanted if file in self._pins]
         asked = [(file, self._pins[file].size, self._pins[file].checksums) for file in known]
-        results = self._store.link_back(self._directory, asked, copy=self._copy)
+        # A checkpoint of nothing but work without files has no directory of pins.
+        results = self._store.link_back(self._directory, asked, copy=self._copy) if asked else []
         answers: dict[str, str | Exception] = dict(zip(known, results, strict=True))
         for file in wanted:
             if file not in answers:

@@ -79,19 +79,20 @@ def pin_set(items: Iterable[HasSegments]) -> dict[str, list[PayloadSegment]]:
 class Ledger:
     """Who needs which payload file: a count of holders per file, on the event loop's thread only.
 
-    `bytes` is the size of all held files together, as far as their segments tell.
-
-    Work holds its files while it waits, a snapshot holds them while it is written, a shipped batch until
-    it was trained. A file whose last holder let go waits in the ledger until `take_free`.
+    Work holds its files while it waits, a shipped batch until it was trained. While a snapshot is open (from the
+    cut until its save is over), files whose last holder lets go wait for it: so a cut costs nothing per file, and
+    releases wait for saves. A file that nobody needs any more waits in the ledger until `take_free`.
     """
 
     def __init__(self) -> None:
-        self._holders: Counter[str] = Counter()
-        self._versions: Counter[int] = Counter()
+        self._holders: dict[str, int] = {}  # 0: only an open snapshot needs it
         self._sizes: dict[str, int] = {}
+        self._versions: Counter[int] = Counter()
         self._shipped: dict[int, tuple[str, ...]] = {}
+        self._snapshots: list[set[str]] = []  # open ones, the oldest first; what was let go since
         self._free: set[str] = set()
         self.bytes = 0
+        """The size of all files in the ledger together, as far as their segments tell."""
 
     def __contains__(self, file: str) -> bool:
         return file in self._holders
@@ -100,7 +101,7 @@ class Ledger:
         return len(self._holders)
 
     def files(self) -> set[str]:
-        """Every file somebody holds: the roots of a sweep."""
+        """Every file that is needed: the roots of a sweep."""
         return set(self._holders)
 
     def hold(self, segments: Iterable[PayloadSegment]) -> tuple[str, ...]:
@@ -109,43 +110,47 @@ class Ledger:
         for segment in segments:
             sizes[segment.file] = max(byte_range(segment)[1], sizes.get(segment.file, 0))
         for file, size in sizes.items():
-            if not self._holders[file]:
+            if file not in self._holders:
+                self._holders[file] = self._sizes[file] = 0
                 self._versions[version_of(file)] += 1
-                self._sizes[file] = 0
+                self._free.discard(file)
             self._holders[file] += 1
             if size > self._sizes[file]:
                 self.bytes += size - self._sizes[file]
                 self._sizes[file] = size
-            self._free.discard(file)
         return tuple(sizes)
-
-    def hold_again(self, files: Iterable[str]) -> tuple[str, ...]:
-        """One more holder for each of these files, all of which somebody holds already."""
-        held = tuple(files)
-        for file in held:
-            assert self._holders[file], f"{file} is held by nobody"
-            self._holders[file] += 1
-        return held
 
     def release(self, files: Iterable[str]) -> None:
         """One holder less for each file."""
         for file in files:
-            left = self._holders[file] - 1
-            assert left >= 0, f"{file} released more often than held"
-            if left:
-                self._holders[file] = left
-                continue
-            del self._holders[file]
-            self.bytes -= self._sizes.pop(file)
-            self._free.add(file)
-            version = version_of(file)
-            self._versions[version] -= 1
-            if not self._versions[version]:
-                del self._versions[version]
+            assert self._holders.get(file), f"{file} released more often than held"
+            self._holders[file] -= 1
+            if not self._holders[file]:
+                if self._snapshots:
+                    self._snapshots[-1].add(file)
+                else:
+                    self._let_go(file)
 
     def discard(self, segments: Iterable[PayloadSegment]) -> None:
-        """Files that came with work nobody takes: free at once, unless somebody holds them."""
+        """Files that came with work nobody takes: free at once, unless somebody needs them."""
         self.release(self.hold(segments))
+
+    def open_snapshot(self) -> set[str]:
+        """From now on nothing is free that is held now, until `close_snapshot` gets this back."""
+        snapshot: set[str] = set()
+        self._snapshots.append(snapshot)
+        return snapshot
+
+    def close_snapshot(self, snapshot: set[str]) -> None:
+        """The snapshot is saved, or has failed. What waited for it waits for older ones that are still open."""
+        at = next(i for i, known in enumerate(self._snapshots) if known is snapshot)
+        del self._snapshots[at]
+        if at:
+            self._snapshots[at - 1] |= snapshot
+            return
+        for file in snapshot:
+            if self._holders.get(file) == 0:
+                self._let_go(file)
 
     def ship(self, step: int, held: Iterable[str]) -> None:
         """Holds that pass to batch `step`, until `trained`."""
@@ -167,13 +172,22 @@ class Ledger:
         return bool(self._free)
 
     def take_free(self) -> list[str]:
-        """The files nobody holds any more; the caller reclaims them."""
+        """The files nobody needs any more; the caller reclaims them."""
         free, self._free = sorted(self._free), set()
         return free
 
     def oldest_version(self) -> int | None:
-        """The least k over the `v<k>` of held files."""
+        """The least k over the `v<k>` of needed files."""
         return min(self._versions, default=None)
+
+    def _let_go(self, file: str) -> None:
+        del self._holders[file]
+        self.bytes -= self._sizes.pop(file)
+        self._free.add(file)
+        version = version_of(file)
+        self._versions[version] -= 1
+        if not self._versions[version]:
+            del self._versions[version]
 
 
 def version_of(file: str) -> int:

@@ -121,8 +121,8 @@ class TrainSink:
     async def add(self, episode: Episode) -> None:
         """Take a finished episode: spill its arrays, and score its group if it was the last member.
 
-        EpisodeRefusedError, with nothing taken and its files reclaimed, if it is of another lineage, of a policy newer
-        than any published, or more than its group waits for.
+        EpisodeRefusedError, with nothing taken and its files reclaimed, if it is of another lineage, of a
+        policy newer than any published, or more than its group waits for.
         """
         self._raise_failure()
         payload = [segment for t in episode.traces for sample in t.samples for segment in sample.payload]
@@ -325,7 +325,7 @@ class TrainSink:
 
     def _push(self, trace: QueuedTrace) -> None:
         held = self.ledger.hold(trace.segments())
-        heapq.heappush(self._queue, _Queued(trace, _encoder.encode(trace), held))
+        heapq.heappush(self._queue, _Queued(trace, msgspec.Raw(_encoder.encode(trace)), held))
         self._queued_tokens += trace.n_tokens
         if self._stale(trace):
             self._fresh_for = None
@@ -364,7 +364,7 @@ class TrainSink:
 
     def queued_trace_ids(self) -> list[str]:
         """The ids of the queue, in batch order."""
-        return [queued.trace_id for queued in sorted(self._queue)]
+        return [queued.trace_id for queued in sorted(self._queue, key=_Queued.order)]
 
     def queued_files(self) -> dict[str, tuple[str, ...]]:
         """The files of every queued trace."""
@@ -442,9 +442,9 @@ class TrainSink:
         self.ledger.discard(segments)
         self._reclaim()
 
-    def release(self, held: Iterable[str]) -> None:
-        """Give back what `ledger.hold` returned (a snapshot's hold) and reclaim what nobody needs now."""
-        self.ledger.release(held)
+    def close_snapshot(self, snapshot: set[str]) -> None:
+        """The save of a cut is over, well or not: reclaim what waited for it and nobody needs now."""
+        self.ledger.close_snapshot(snapshot)
         self._reclaim()
 
     def _reclaim(self) -> None:
@@ -494,12 +494,19 @@ class TrainSink:
 
     # -- state
 
+    def queued_blobs(self) -> list[msgspec.Raw]:
+        """The queued traces, in no order, as each was encoded when it was scored."""
+        return [queued.blob for queued in self._queue]
+
+    def open_members(self) -> list[StoredEpisode]:
+        """The finished members of all open groups."""
+        return [member for group in self._groups.values() for member, _, _ in group.members]
+
     def work(self) -> Iterator[QueuedTrace | StoredEpisode]:
         """Everything a snapshot has to pin: queued traces and members of open groups."""
         for queued in self._queue:
             yield queued.trace()
-        for group in self._groups.values():
-            yield from group.open.members
+        yield from self.open_members()
 
     def state_dict(self, open_groups: Mapping[str, OpenGroup]) -> dict[str, Any]:
         """The sink at this instant, as msgpack types; no await, no I/O.
@@ -521,7 +528,7 @@ class TrainSink:
             "format": restore.FORMAT,
             "arrival": self._arrival,
             "counters": dict(self.counters),
-            "queue": [msgspec.Raw(queued.blob) for queued in sorted(self._queue)],
+            "queue": self.queued_blobs(),
             "groups": [[group_id, group, members[group_id]] for group_id, group in groups.items()],
         }
 
@@ -591,13 +598,16 @@ class _Queued:
 
     __slots__ = ("blob", "held", "key", "n_tokens", "policy", "trace_id")
 
-    def __init__(self, trace: QueuedTrace, blob: bytes, held: tuple[str, ...]) -> None:
+    def __init__(self, trace: QueuedTrace, blob: msgspec.Raw, held: tuple[str, ...]) -> None:
         self.blob, self.held = blob, held
         self.key = (trace.version, trace.arrival)
         self.trace_id, self.n_tokens, self.policy = trace.trace_id, trace.n_tokens, trace.policy
 
     def trace(self) -> QueuedTrace:
         return _decoder.decode(self.blob)
+
+    def order(self) -> tuple[int, int]:
+        return self.key
 
     def __lt__(self, other: _Queued) -> bool:
         return self.key < other.key
