@@ -155,14 +155,20 @@ class Store:
         already gone."""
 
     def link_back(
-        self, pins: str, files: Sequence[tuple[str, int, Sequence[str]]], *, copy: bool = False
+        self,
+        pins: str,
+        files: Sequence[tuple[str, int, Sequence[str]]],
+        *,
+        copy: bool = False,
+        dry_run: bool = False,
     ) -> list[str | Exception]:
         """Give pinned files their names in the store again: each (file, size, checksums) of directory `pins`.
 
         `checksums` are segment checksums that the file's header must hold. Result: "present" (same inode, or
         same size and checksums), "linked", "copied", or "replaced" (something else had the name). A pin that
         has another size or whose header lacks a checksum is CorruptPayloadError and is not linked; no pin and
-        nothing right present is FileNotFoundError. Linking falls back to a copy as in `Commit.pin`.
+        nothing right present is FileNotFoundError. Linking falls back to a copy as in `Commit.pin`. A directory
+        `pins` that is missing holds no pin. `dry_run` touches nothing and answers "linked" for "copied" too.
         """
 
     def scan(self) -> list[tuple[str, int, int, str]]:
