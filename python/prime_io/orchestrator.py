@@ -90,6 +90,7 @@ class Orchestrator:
         self._poll_s = poll_s
         self._trained = progress.step - 1
         self._saves: set[asyncio.Task[None]] = set()
+        self._sweeping: asyncio.Task[None] | None = None
         self._last_cut = 0
         self._stopping = False
         self._published: int | None = None
@@ -158,6 +159,8 @@ class Orchestrator:
         self.sink.release(held)
         self._on_event("saved", {"step": snapshot.step, "committed": report is not None})
         await self._manager.apply_retention()
+        if report is not None and (self._sweeping is None or self._sweeping.done()):
+            self._sweeping = asyncio.ensure_future(self._sweep_orphans())
 
     async def restore(self, step: int) -> RestoreReport:
         """Go on from complete step `step`: state, then payload files, then a sweep of what nobody needs.
@@ -192,13 +195,36 @@ class Orchestrator:
 
     async def sweep(self) -> SweepReport:
         """Reclaim every file nobody needs. Only while nobody writes: after a restore, or when workers have left."""
+        if self._sweeping is not None:
+            await self._sweeping
         await self.sink.drain()
         report = await asyncio.to_thread(self._store.sweep, roots=self._roots, before=None)
         self._on_event("swept", {"reclaimed": len(report.reclaimed), "kept": report.kept})
         return report
 
+    async def _sweep_orphans(self) -> None:
+        """While others write: what no root names in versions that nobody writes any more, unless it is young.
+
+        A rollout that is never reported (its worker died, it was cancelled) leaves such files. What fails is
+        left to the next sweep.
+        """
+        before = self.oldest_live_version()
+        try:
+            report = await asyncio.to_thread(self._store.sweep, roots=self._roots, before=before)
+        except Exception as error:
+            log.warning(
+                "the sweep below version %d failed; the next checkpoint tries again: %s", before, error
+            )
+            return
+        for file, message in report.errors:
+            log.warning("sweep: %s stays: %s", file, message)
+        self._on_event("orphans_swept", {"reclaimed": len(report.reclaimed), "before": before})
+
     def _roots(self) -> set[str]:
-        """What a sweep must spare: files somebody holds, and files a checkpoint names but has not pinned."""
+        """What a sweep must spare: files somebody holds, and files a checkpoint names but has not pinned.
+
+        In this order: a snapshot lets go of its files only when its checkpoint is there to be read.
+        """
         return self.sink.ledger.files() | self._manager.unpinned_files()
 
     def oldest_live_version(self) -> int:
