@@ -61,14 +61,7 @@ class Trainer(threading.Thread):
         manager = CheckpointManager(run_dir=self.run_dir)
         step = committed = self.lineage.resumed_from or 0
         self.exchange.publish_weights(step, {"weights": b"w"})
-        while True:
-            batch = self.exchange.read_batch(step + 1)
-            if batch is None:
-                stop = self.exchange.stop_step()
-                if stop is not None and stop <= step:
-                    break
-                time.sleep(0.002)
-                continue
+        while (batch := self.exchange.wait_batch(step + 1, poll_s=0.002)) is not None:
             for trace in load_batch(batch, store=store):
                 [sample] = trace.samples
                 rows, valid = store.gather(sample.payload, FIELD, 0, len(sample.token_ids) - 1, verify=True)
