@@ -158,9 +158,16 @@ class Orchestrator:
             raise
         self.sink.release(held)
         self._on_event("saved", {"step": snapshot.step, "committed": report is not None})
-        await self._manager.apply_retention()
+        await self._retain()
         if report is not None and (self._sweeping is None or self._sweeping.done()):
             self._sweeping = asyncio.ensure_future(self._sweep_orphans())
+
+    async def _retain(self) -> None:
+        """Remove what need not stay. What fails is left to the next save or acknowledgement."""
+        try:
+            await self._manager.apply_retention()
+        except (OSError, ValueError) as error:
+            log.warning("retention failed and nothing more is removed; the next one tries again: %s", error)
 
     async def restore(self, step: int) -> RestoreReport:
         """Go on from complete step `step`: state, then payload files, then a sweep of what nobody needs.
@@ -326,7 +333,7 @@ class Orchestrator:
                 self.sink.trained(trained)
                 self._on_event("trained", {"step": trained})
                 self._wake.set()
-                await self._manager.apply_retention()
+                await self._retain()
             await asyncio.sleep(self._poll_s)
 
     def _pump(self) -> None:
