@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from mounts import Mounts, mounts_below
-from prime_io import CheckpointManager, Episode, PayloadStore, Sample, Trace, prepare_resume
+from prime_io import CheckpointManager, Episode, Lineage, PayloadStore, Sample, Trace, prepare_resume
+from runs import both, payload, save
 from test_orchestrator import FIELD, Run
 
 KIB = 1024
@@ -309,3 +310,61 @@ def test_rule_13_a_spill_without_room_is_asked_for_again(mounts: Mounts) -> None
         full.life.store.close()
 
     asyncio.run(main())
+
+
+def test_a_trainers_commit_without_room(mounts: Mounts) -> None:
+    """DESIGN 7: ENOSPC in commit_component leaves the trainer's directory, and the same call works with room."""
+    disk = mounts.image("ext4", 16 << 20, "-b", "1024", "-m", "0", "-O", "^resize_inode")
+    run, filler = disk / "run", Filler(disk)
+    prepare_resume(run, None)
+    manager = CheckpointManager(run_dir=run)
+    with PayloadStore(run / "payloads", owner=True) as store:
+        save(manager, store, 1)
+        directory = manager.new_component_dir()
+        # A manifest of several blocks, so that it can fail in its middle.
+        for shard in range(40):
+            (directory / f"shard_{shard:03d}_of_a_model_with_a_long_name").write_bytes(b"w" * 10)
+        failed = 0
+        for kib in range(100):
+            filler.leave(kib)
+            before = names(run)
+            try:
+                manager.commit_component(1, "trainer", directory)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                assert names(run) == before and manager.steps() == []
+                failed += 1
+            else:
+                break
+        assert failed > 2 and manager.steps() == [1]
+        manager.component_path(1, "trainer", verify=True)
+
+
+def test_a_resume_without_room(mounts: Mounts) -> None:
+    """Rule 10: ENOSPC in prepare_resume leaves the run as it was, or the resume to be done again; none is lost."""
+    disk = mounts.image("ext4", 16 << 20, "-b", "1024", "-m", "0", "-O", "^resize_inode")
+    run, filler = disk / "run", Filler(disk)
+    prepare_resume(run, None)
+    manager = CheckpointManager(run_dir=run)
+    with PayloadStore(run / "payloads", owner=True) as store:
+        both(manager, store, 1, 2, 3, segments=[payload(store, 1)])
+    contents = {path.name for path in run.rglob("*") if path.is_file()}
+    failed = 0
+    for kib in range(100):
+        filler.leave(kib)
+        life = Lineage.load(run).id
+        try:
+            prepare_resume(run, 2)
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+            failed += 1
+            # A new life sees no step above the one resumed from; without one, nothing has changed.
+            seen = CheckpointManager(run_dir=run).steps()
+            assert seen == ([1, 2, 3] if Lineage.load(run).chain[0].id == Lineage.load(run).id else [1, 2])
+            assert {path.name for path in run.rglob("*") if path.is_file()} == contents
+        else:
+            assert Lineage.load(run).id != life
+            break
+    assert failed
+    assert CheckpointManager(run_dir=run).steps() == [1, 2]
+    assert {path.name for path in run.rglob("*") if path.is_file()} == contents
