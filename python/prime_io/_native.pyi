@@ -159,7 +159,12 @@ class Store:
         already gone; ValueError for what is no `v<k>/<name>`, so that no name from data means STORE or LOCK."""
 
     def link_back(
-        self, pins: str, files: Sequence[tuple[str, int, Sequence[str]]], *, copy: bool = False
+        self,
+        pins: str,
+        files: Sequence[tuple[str, int, Sequence[str]]],
+        *,
+        copy: bool = False,
+        dry_run: bool = False,
     ) -> list[str | Exception]:
         """Give pinned files their names in the store again: each (file, size, checksums) of directory `pins`.
 
@@ -167,7 +172,8 @@ class Store:
         same size and checksums), "linked", "copied", or "replaced" (something else had the name). A pin that
         has another size or whose header lacks a checksum is CorruptPayloadError and is not linked; no pin and
         nothing right present is FileNotFoundError; what is no `v<k>/<name>` is a ValueError. Linking falls back
-        to a copy as in `Commit.pin`.
+        to a copy as in `Commit.pin`. A directory `pins` that is missing holds no pin. `dry_run` touches nothing
+        and answers "linked" for "copied" too.
         """
 
     def scan(self) -> list[tuple[str, int, int, str]]:

@@ -121,6 +121,7 @@ class Orchestrator:
         self._poll_s = poll_s
         self._trained = progress.step - 1
         self._saves: set[asyncio.Task[None]] = set()
+        self._sweeping: asyncio.Task[None] | None = None
         self._last_cut = 0
         self._stopping = False
         self._published: int | None = None
@@ -186,7 +187,16 @@ class Orchestrator:
             raise
         self.sink.close_snapshot(waiting)
         self._tell("saved", {"step": cut.step, "committed": report is not None})
-        await self._manager.apply_retention()
+        await self._retain()
+        if report is not None and (self._sweeping is None or self._sweeping.done()):
+            self._sweeping = asyncio.ensure_future(self._sweep_orphans())
+
+    async def _retain(self) -> None:
+        """Remove what need not stay. What fails is left to the next save or acknowledgement."""
+        try:
+            await self._manager.apply_retention()
+        except (OSError, ValueError) as error:
+            log.warning("retention failed and nothing more is removed; the next one tries again: %s", error)
 
     def _tell(self, event: str, facts: Mapping[str, Any]) -> None:
         if self._on_event is not None:
@@ -227,13 +237,36 @@ class Orchestrator:
 
     async def sweep(self) -> SweepReport:
         """Reclaim every file nobody needs. Only while nobody writes: after a restore, or when workers have left."""
+        if self._sweeping is not None:
+            await self._sweeping
         await self.sink.drain()
         report = await asyncio.to_thread(self._store.sweep, roots=self._roots, before=None)
         self._tell("swept", {"reclaimed": len(report.reclaimed), "kept": report.kept})
         return report
 
+    async def _sweep_orphans(self) -> None:
+        """While others write: what no root names in versions that nobody writes any more, unless it is young.
+
+        A rollout that is never reported (its worker died, it was cancelled) leaves such files. What fails is
+        left to the next sweep.
+        """
+        before = self.oldest_live_version()
+        try:
+            report = await asyncio.to_thread(self._store.sweep, roots=self._roots, before=before)
+        except Exception as error:
+            log.warning(
+                "the sweep below version %d failed; the next checkpoint tries again: %s", before, error
+            )
+            return
+        for file, message in report.errors:
+            log.warning("sweep: %s stays: %s", file, message)
+        self._tell("orphans_swept", {"reclaimed": len(report.reclaimed), "before": before})
+
     def _roots(self) -> set[str]:
-        """What a sweep must spare: files somebody holds, and files a checkpoint names but has not pinned."""
+        """What a sweep must spare: files somebody holds, and files a checkpoint names but has not pinned.
+
+        In this order: a snapshot lets go of its files only when its checkpoint is there to be read.
+        """
         return self.sink.ledger.files() | self._manager.unpinned_files()
 
     def oldest_live_version(self) -> int:
@@ -348,7 +381,7 @@ class Orchestrator:
                 self.sink.trained(trained)
                 self._tell("trained", {"step": trained})
                 self._wake.set()
-                await self._manager.apply_retention()
+                await self._retain()
             await asyncio.sleep(self._poll_s)
 
     def _see(self, newest: int | None) -> bool:

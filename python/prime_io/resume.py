@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from .segment import FieldSpec, PayloadSegment, byte_range
-from .store import PayloadStore
+from .store import Probe
 from .types import OpenGroup
 
 T = TypeVar("T")
@@ -27,15 +27,28 @@ class HasSegments(Protocol):
         ...
 
 
+class HasPayloads(Protocol):
+    """Where segments are looked for: a `PayloadStore`, or what one is going to be."""
+
+    def probe(self, asked: Sequence[PayloadSegment]) -> Probe:
+        """As `PayloadStore.probe`."""
+        ...
+
+    def checksums(self, files: Sequence[str]) -> list[frozenset[str]]:
+        """As `PayloadStore.checksums`."""
+        ...
+
+
 S = TypeVar("S", bound=HasSegments)
 
 
 def survivors(
     items: Sequence[S],
     *,
-    store: PayloadStore,
+    store: HasPayloads,
     fields: Mapping[str, FieldSpec] | None = None,
     without: Callable[[S, frozenset[PayloadSegment]], S] | None = None,
+    on_loss: Callable[[S, str], object] = lambda item, why: None,
 ) -> tuple[list[S], Counter[str]]:
     """The items whose required segments can be read, in order, and a count of what became of the others.
 
@@ -43,8 +56,9 @@ def survivors(
     read and the GIL is released. The report counts, per dropped item, one of "missing" (a file is gone),
     "short" (it ends before a segment) or "corrupt" (its header is not the one the segment was made from), and
     per item that lost only fields whose `FieldSpec.required` is false, "optional": such an item is replaced by
-    `without(item, lost segments)`. Fields not in `fields` are required. An error that is not an answer (EACCES,
-    EIO, ESTALE, ...) is raised: nothing may be dropped because of it.
+    `without(item, lost segments)`. Fields not in `fields` are required. `on_loss(item, why)` is told of each
+    item that is counted. An error that is not an answer (EACCES, EIO, ESTALE, ...) is raised: nothing may be
+    dropped because of it.
     """
     verdicts = _judge({segment for item in items for segment in item.segments()}, store)
     kept: list[S] = []
@@ -53,12 +67,15 @@ def survivors(
         lost = [(verdicts[segment], segment) for segment in item.segments() if verdicts[segment]]
         fatal = [verdict for verdict, segment in lost if _required(segment.field, fields)]
         if fatal:
-            report[min(fatal, key=LOST.index)] += 1
+            why = min(fatal, key=LOST.index)
         elif lost and without is not None:
-            report["optional"] += 1
+            why = "optional"
             kept.append(without(item, frozenset(segment for _, segment in lost)))
         else:
             kept.append(item)
+            continue
+        report[why] += 1
+        on_loss(item, why)
     return kept, report
 
 
@@ -203,7 +220,7 @@ def _required(field: str, fields: Mapping[str, FieldSpec] | None) -> bool:
     return True if spec is None else spec.required
 
 
-def _judge(segments: set[PayloadSegment], store: PayloadStore) -> dict[PayloadSegment, str]:
+def _judge(segments: set[PayloadSegment], store: HasPayloads) -> dict[PayloadSegment, str]:
     """What is wrong with each segment: "" or one of LOST."""
     ordered = list(segments)
     probe = store.probe(ordered)

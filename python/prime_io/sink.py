@@ -563,12 +563,9 @@ class TrainSink:
         requests = []
         for group_id, group in list(self._groups.items()):
             if group.complete:
-                restored.report.groups_complete += 1
                 await self._score(group_id, group)
             else:
-                missing = missing_rollouts(group.open)
-                restored.report.rollouts_requested += missing
-                requests.append(self._ask_again(group_id, group, missing))
+                requests.append(self._ask_again(group_id, group, missing_rollouts(group.open)))
         log.info("restored: %s", restored.report)
         return restored.report, requests
 

@@ -337,15 +337,19 @@ class PayloadStore:
         files: Sequence[tuple[str, int, Sequence[str]]],
         *,
         copy: bool = False,
+        dry_run: bool = False,
     ) -> list[str | Exception]:
         """Give pinned files their names in the store again: each (file, size, checksums) of directory `pins`.
 
         Per file "present" (same inode, or same size and checksums), "linked", "copied", "replaced"
         (something else had the name), or the exception: CorruptPayloadError for a pin of another size or
         without one of the checksums, FileNotFoundError if there is neither pin nor file, ValueError for a name
-        that is not `v<k>/<name>`.
+        that is not `v<k>/<name>`. `dry_run` says what would be done, "linked" for a copy too, and touches
+        nothing.
         """
-        results = self.native.link_back(os.fspath(pins), files, copy=copy)
+        results = self.native.link_back(os.fspath(pins), files, copy=copy, dry_run=dry_run)
+        if dry_run:
+            return results
         # A pin was made durable before its checkpoint was; a link to it has the same bytes.
         linked = [f for (f, _, _), r in zip(files, results, strict=True) if r == "linked"]
         self._durable.update(linked)

@@ -329,7 +329,7 @@ fn the_real_filesystem_does_the_same() {
             checksums: vec![published.tensors[0].1.clone()],
         };
         let pins = checkpoints.join(format!("step_{step}/orchestrator/payloads"));
-        let back = store.link_back_path(pins.to_str().unwrap(), &[pinned], false);
+        let back = store.link_back_path(pins.to_str().unwrap(), &[pinned], false, false);
         let expect = if same { "linked" } else { "copied" };
         assert_eq!(back.unwrap().remove(0).unwrap().word(), expect);
         assert!(store.header(&ask)[0].is_ok());

@@ -170,15 +170,16 @@ impl Store {
         PyList::new(py, error::results(py, done, wrap)?)
     }
 
-    #[pyo3(signature = (pins, files, *, copy=false))]
+    #[pyo3(signature = (pins, files, *, copy=false, dry_run=false))]
     fn link_back<'py>(
         &self,
         py: Python<'py>,
         pins: &str,
         files: Vec<super::link_back::Given<'py>>,
         copy: bool,
+        dry_run: bool,
     ) -> PyResult<Bound<'py, PyList>> {
-        super::link_back::link_back(py, &*self.core()?, pins, files, copy)
+        super::link_back::link_back(py, &*self.core()?, pins, files, copy, dry_run)
     }
 
     fn scan(&self, py: Python<'_>) -> PyResult<Vec<(String, u64, i128, &'static str)>> {
