@@ -19,7 +19,7 @@ $(BUILT): .venv/bin/maturin $(RUST) pyproject.toml
 	VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/maturin develop --release --extras dev
 	touch $@
 
-.PHONY: help build demo test lint bench wheel clean
+.PHONY: help build demo test proof torture lint bench wheel clean
 
 build: $(BUILT) ## set up .venv and build the extension (release)
 
@@ -29,6 +29,12 @@ demo: $(BUILT) ## a real asynchronous RL run that is killed in the middle and re
 test: $(BUILT) ## cargo test for the core, then pytest (a short form of the demo among it)
 	cargo test --quiet
 	$(BIN)/python -m pytest -q $(ARGS)
+
+proof: $(BUILT) ## kill small runs at every named step, resume them, and judge what is left (minutes)
+	$(BIN)/python -m tests.proof $(ARGS)
+
+torture: $(BUILT) ## the same with fresh seeds until it is stopped, or ARGS='--minutes 60'
+	$(BIN)/python -m tests.proof --torture $(ARGS)
 
 lint: $(BUILT) ## rustfmt, clippy, ruff, mypy and stubtest
 	cargo fmt --check

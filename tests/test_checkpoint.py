@@ -347,3 +347,11 @@ def test_a_manifest_is_the_same_in_slices() -> None:
     pins = {f"v{n % 7}/{n}.safetensors": Pin(n, (f"{n:016x}",), "link") for n in range(1000)}
     manifest = Manifest(format=1, lineage="a", step=1, component="orchestrator", missing=["x"], pins=pins)
     assert unseal(seal(manifest), "m", kind=Manifest) == manifest
+
+
+def test_a_checkpoint_of_no_work_can_be_restored(manager: CheckpointManager, store: PayloadStore) -> None:
+    """Bug: a cut with an empty queue has no directory of pins, and link_back of nothing raised ENOENT."""
+    both(manager, store, 1)
+    _, pins = manager.load(store=store)
+    assert pins.link_back([]) == {}
+    assert isinstance(pins.link_back(["v0/no.safetensors"])["v0/no.safetensors"], FileNotFoundError)

@@ -310,3 +310,25 @@ def test_killed_at_any_moment_of_a_resume(
             assert count() < at
             break
     assert at > 4
+
+
+def test_a_resume_moves_temporaries_of_dead_processes(tmp_path: Path) -> None:
+    """Bug: what killed writers left in the run directory and in their lineage's stayed for ever."""
+    run = tmp_path / "run"
+    first = prepare_resume(run, None)
+    manager = CheckpointManager(run_dir=run)
+    with PayloadStore(run / "payloads", owner=True) as store:
+        both(manager, store, 1)
+    unfinished = manager.new_component_dir()
+    (unfinished / "model").write_bytes(b"w")
+    message = first.directory / _native.temporary_name()
+    message.parent.mkdir(parents=True, exist_ok=True)
+    message.write_bytes(b"half a word")
+    foreign = run / ".tmp-notes"
+    foreign.write_bytes(b"mine")
+
+    prepare_resume(run, 1)
+    assert not unfinished.exists() and not message.exists()
+    moved = {path.name for path in (run / "abandoned").rglob("*")}
+    assert {unfinished.name[1:], message.name[1:]} <= moved
+    assert foreign.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -365,3 +366,57 @@ def test_a_retention_that_fails_does_not_end_the_run(
 
     asyncio.run(main())
     assert "Input/output error" in caplog.text and "torn" in caplog.text
+
+
+def test_finish_waits_for_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the last sweep read a manifest while retention, still at work in its thread, removed that step."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life, trainer = Run(tmp_path, max_steps=5), Trainer(tmp_path)
+        trainer.start()
+        await life.orchestrator.run()
+        await asyncio.to_thread(trainer.join, 20)
+        under_way, look = threading.Event(), life.manager._steps.look
+
+        def slow_look() -> Any:
+            under_way.set()
+            time.sleep(0.1)
+            return look()
+
+        monkeypatch.setattr(life.manager._steps, "look", slow_look)
+        retention = asyncio.ensure_future(life.manager.apply_retention())
+        await asyncio.to_thread(under_way.wait, 5)
+        retention.cancel()  # as `run` cancels what watches: the thread goes on
+        await asyncio.gather(retention, return_exceptions=True)
+        order: list[str] = []
+        monkeypatch.setattr(life.manager._steps, "look", lambda: order.append("look") or look())
+        sweep = life.store.sweep
+        monkeypatch.setattr(life.store, "sweep", lambda **how: order.append("sweep") or sweep(**how))
+        await life.orchestrator.finish()
+        assert order.index("sweep") > 0
+        assert not list(tmp_path.rglob(".trash-*"))
+        life.store.close()
+
+    asyncio.run(main())
+
+
+def test_nothing_of_dead_processes_is_left(tmp_path: Path) -> None:
+    """Bug: temporaries of processes that died in this life stayed unless somebody called remove_leftovers."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life, trainer = Run(tmp_path, max_steps=3), Trainer(tmp_path)
+        pid = os.fork()
+        if not pid:
+            try:
+                (life.manager.new_component_dir() / "model").write_bytes(b"half")
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        assert list(tmp_path.glob(".tmp-*"))
+        await until_the_end(life, trainer)
+        assert not list(tmp_path.glob(".tmp-*"))
+        life.store.close()
+
+    asyncio.run(main())

@@ -22,6 +22,7 @@ FORMAT = 1
 _FILE = "LINEAGE"
 _LIMIT = 64 << 20
 _LIVES = "lineages"
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{8}-[0-9]+-[0-9]+-[0-9a-f]+", re.ASCII)
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}", re.ASCII)
 
 
@@ -230,8 +231,12 @@ def _clear(root: _native.Root, new: Lineage, old: Lineage | None, steps: Steps) 
     for life, is_dir in root.list(_LIVES):
         if is_dir and life != new.id and _ID.fullmatch(life):
             for name, _ in root.list(f"{_LIVES}/{life}"):
-                if not name.startswith("."):
-                    move(f"{_LIVES}/{life}/{name}", lineage=life, target=name)
+                if not name.startswith(".") or _TEMPORARY.fullmatch(name):
+                    move(f"{_LIVES}/{life}/{name}", lineage=life, target=name.lstrip("."))
+    for name, _ in root.list():
+        # A component that was being written, perhaps on another host: large, and its owner unprovable.
+        if _TEMPORARY.fullmatch(name):
+            move(name, lineage=dead, target=name[1:])
     return moved
 
 

@@ -240,6 +240,7 @@ class Orchestrator:
         if self._sweeping is not None:
             await self._sweeping
         await self.sink.drain()
+        await asyncio.to_thread(self._manager.remove_leftovers)
         report = await asyncio.to_thread(self._store.sweep, roots=self._roots, before=None)
         self._tell("swept", {"reclaimed": len(report.reclaimed), "kept": report.kept})
         return report
@@ -314,6 +315,8 @@ class Orchestrator:
         """After the workers have left: give up what is not trained (a checkpoint holds it) and sweep."""
         await self.dispatcher.close()
         await self.sink.discard_all()
+        # Waits for a retention that is under way too: it must not remove what the sweep reads.
+        await self._manager.apply_retention()
         return await self.sweep()
 
     async def _last_save(self) -> None:
