@@ -5,10 +5,13 @@ mod dtype;
 mod header;
 mod json;
 mod layout;
+mod stream;
+mod text;
 
 pub use dtype::DType;
 pub use header::{HEADER_LIMIT, Header, TensorInfo};
 pub use layout::{Layout, TensorSpec};
+pub use stream::{FILLER, HEADER_AREA, Placement, Stream, TENSOR_ALIGN};
 
 use std::hash::Hasher;
 

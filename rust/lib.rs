@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! publish   tensors            -> v<k>/<unique>.safetensors   temporary, written, one rename
+//! writer    rows, turn by turn -> the same                    appended to a temporary, one rename
 //! probe     names              -> present / size / errno      one directory read or bounded statx
 //! gather    segments           -> the caller's memory         parallel pread, later segments win
 //! commit    state + pins       -> step_<N>/<component>/       hard links, manifest fsynced last
@@ -29,5 +30,6 @@ pub mod slab;
 pub mod store;
 pub mod sweep;
 pub mod threads;
+pub mod writer;
 
 pub use error::{Error, Result};

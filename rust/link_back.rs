@@ -7,8 +7,8 @@ use rustix::io::Errno;
 use crate::error::Context;
 use crate::format::Header;
 use crate::fs::real::RealFs;
-use crate::fs::{FileKind, Fs, Stat, check_path, split_path, whole};
-use crate::names::Maker;
+use crate::fs::{FileKind, Fs, Stat, split_path, whole};
+use crate::names::{Maker, check_payload};
 use crate::store::{Store, open_parents};
 use crate::threads::{self, IO_THREADS};
 use crate::{Error, Result};
@@ -51,47 +51,100 @@ impl LinkedBack {
 
 const OP: &str = "link back";
 
+/// What a file needs: nothing, as it is there; or its good pin, in the place of something else or not.
+enum Need<'a, D> {
+    Nothing,
+    Pin { from: &'a D, replaces: bool },
+}
+
 impl Store<RealFs> {
-    /// [`Store::link_back`] from a directory of the real filesystem.
+    /// [`Store::link_back`], or with `dry_run` [`Store::would_link_back`], from a directory of the real
+    /// filesystem. One that is missing holds no pin: what is there is present all the same.
     pub fn link_back_path(
         &self,
         pins: &str,
         files: &[PinnedFile],
         copy: bool,
+        dry_run: bool,
     ) -> Result<Vec<Result<LinkedBack>>> {
-        let dir = self.fs.open_root(pins, false).context(OP, pins)?;
-        Ok(self.link_back(&dir, files, copy))
+        let dir = match self.fs.open_root(pins, false) {
+            Err(Errno::NOENT) => None,
+            other => Some(other.context(OP, pins)?),
+        };
+        Ok(if dry_run {
+            self.would_link_back(dir.as_ref(), files)
+        } else {
+            self.link_back(dir.as_ref(), files, copy)
+        })
     }
 }
 
 impl<F: Fs> Store<F> {
     /// Gives each file of the directory `pins` its name in the store again; one result per file.
     ///
-    /// A bad pin is an error and never gets a name. Doing it twice changes nothing.
+    /// Only files of version directories. A bad pin is an error and never gets a name. Doing it twice changes nothing.
     pub fn link_back(
         &self,
-        pins: &F::Dir,
+        pins: Option<&F::Dir>,
         files: &[PinnedFile],
         copy: bool,
     ) -> Vec<Result<LinkedBack>> {
+        let maker = Maker::current();
+        let to = |parent: &str| self.ensure_parent(parent).map(Some);
+        self.back(pins, files, to, |from, to, pinned| {
+            self.link_one(from, to.as_ref(), pinned, &maker, copy)
+        })
+    }
+
+    /// What [`Store::link_back`] would answer, with nothing touched; `Linked` where it would have to
+    /// copy, too.
+    pub fn would_link_back(
+        &self,
+        pins: Option<&F::Dir>,
+        files: &[PinnedFile],
+    ) -> Vec<Result<LinkedBack>> {
+        let to = |parent: &str| match self.fs.open_dir(&self.dir, parent) {
+            Err(Errno::NOENT) => Ok(None),
+            other => other.context(OP, parent).map(Some),
+        };
+        self.back(pins, files, to, |from, to, pinned| {
+            Ok(match self.need(from, to.as_ref(), pinned)? {
+                Need::Nothing => LinkedBack::Present,
+                Need::Pin { replaces: true, .. } => LinkedBack::Replaced,
+                Need::Pin { .. } => LinkedBack::Linked,
+            })
+        })
+    }
+
+    /// Opens the parents of all files once each (those of the store by `open`) and lets `each` answer.
+    fn back<D: Sync + Send>(
+        &self,
+        pins: Option<&F::Dir>,
+        files: &[PinnedFile],
+        open: impl Fn(&str) -> Result<D>,
+        each: impl Fn(Result<&F::Dir>, &D, &PinnedFile) -> Result<LinkedBack> + Sync,
+    ) -> Vec<Result<LinkedBack>> {
         let names = || files.iter().map(|pinned| pinned.file.as_str());
-        let from = open_parents(&self.fs, pins, names(), check_path);
-        let to: BTreeMap<&str, Result<F::Dir>> = from
-            .keys()
-            .map(|parent| (*parent, self.ensure_parent(parent)))
-            .collect();
+        let allowed = || names().filter(|name| check_payload(name).is_ok());
+        let from = match pins {
+            Some(pins) => open_parents(&self.fs, pins, names(), check_payload),
+            None => allowed()
+                .map(|name| (split_path(name).0, Err(Errno::NOENT)))
+                .collect(),
+        };
+        let to: BTreeMap<&str, Result<D>> =
+            from.keys().map(|parent| (*parent, open(parent))).collect();
         // A file asked for twice is answered once, so that no two threads work on one name.
         let once: BTreeMap<&str, &PinnedFile> = names().zip(files).collect();
         let once: Vec<(&str, &PinnedFile)> = once.into_iter().collect();
-        let maker = Maker::current();
         let results = threads::map(&once, IO_THREADS, |(file, pinned)| {
-            check_path(file).map_err(|why| Error::invalid(OP, *file, why))?;
+            check_payload(file).map_err(|why| Error::invalid(OP, *file, why))?;
             let parent = split_path(file).0;
             let to = to[parent].as_ref().map_err(Clone::clone)?;
             let from = from[parent]
                 .as_ref()
                 .map_err(|errno| Error::os(OP, *file, *errno));
-            self.link_one(from, to, pinned, &maker, copy)
+            each(from, to, pinned)
         });
         let results: BTreeMap<&str, Result<LinkedBack>> = once
             .into_iter()
@@ -112,32 +165,46 @@ impl<F: Fs> Store<F> {
         make().context(OP, parent)
     }
 
-    fn link_one(
+    /// Looks at a file and its pin. `to` is None where the store has no such directory.
+    fn need<'a>(
         &self,
-        from: Result<&F::Dir>,
-        to: &F::Dir,
+        from: Result<&'a F::Dir>,
+        to: Option<&F::Dir>,
         pinned: &PinnedFile,
-        maker: &Maker,
-        copy: bool,
-    ) -> Result<LinkedBack> {
+    ) -> Result<Need<'a, F::Dir>> {
         let (file, name) = (pinned.file.as_str(), split_path(&pinned.file).1);
-        let there = match self.fs.stat(to, name) {
-            Ok(stat) => Some(stat),
-            Err(Errno::NOENT) => None,
-            Err(errno) => return Err(Error::os(OP, file, errno)),
+        let there = match to.map(|to| (to, self.fs.stat(to, name))) {
+            Some((to, Ok(stat))) => Some((to, stat)),
+            None | Some((_, Err(Errno::NOENT))) => None,
+            Some((_, Err(errno))) => return Err(Error::os(OP, file, errno)),
         };
         let pin = from.and_then(|from| {
             let stat = self.fs.stat(from, name).context(OP, file)?;
             self.vet(from, stat, pinned)?;
             Ok((from, stat))
         });
-        if let Some(there) = there {
+        if let Some((to, there)) = there {
             let same = |(_, pin): &(_, Stat)| (pin.dev, pin.ino) == (there.dev, there.ino);
             if pin.as_ref().is_ok_and(same) || self.vet(to, there, pinned).is_ok() {
-                return Ok(LinkedBack::Present);
+                return Ok(Need::Nothing);
             }
         }
-        let (from, _) = pin?;
+        let replaces = there.is_some();
+        pin.map(|(from, _)| Need::Pin { from, replaces })
+    }
+
+    fn link_one(
+        &self,
+        from: Result<&F::Dir>,
+        to: Option<&F::Dir>,
+        pinned: &PinnedFile,
+        maker: &Maker,
+        copy: bool,
+    ) -> Result<LinkedBack> {
+        let (file, name) = (pinned.file.as_str(), split_path(&pinned.file).1);
+        let (Need::Pin { from, replaces }, Some(to)) = (self.need(from, to, pinned)?, to) else {
+            return Ok(LinkedBack::Present);
+        };
         // Under a temporary name first: what had the name is replaced at once or not at all.
         let temporary = maker.temporary();
         let linked = if copy {
@@ -160,11 +227,7 @@ impl<F: Fs> Store<F> {
             .inspect_err(|_| {
                 let _ = self.fs.unlink(to, &temporary);
             })?;
-        Ok(if there.is_some() {
-            LinkedBack::Replaced
-        } else {
-            how
-        })
+        Ok(if replaces { LinkedBack::Replaced } else { how })
     }
 
     /// Whether this is the file that was pinned, by size and header; no payload byte is read.
@@ -236,9 +299,21 @@ mod tests {
     }
 
     fn back(fs: &SimFs, pins: Handle, pinned: &PinnedFile, copy: bool) -> Result<LinkedBack> {
-        sim_store(fs)?
-            .link_back(&pins, std::slice::from_ref(pinned), copy)
-            .remove(0)
+        let (store, files) = (sim_store(fs)?, std::slice::from_ref(pinned));
+        let (before, operations) = (fs.files(), fs.operations());
+        let would = store.would_link_back(Some(&pins), files).remove(0);
+        // Promise: a dry run writes nothing and gives the answer of the real one.
+        assert_eq!((fs.files(), fs.operations()), (before, operations));
+        let done = store.link_back(Some(&pins), files, copy).remove(0);
+        match (&done, &would) {
+            (Ok(LinkedBack::Copied), Ok(LinkedBack::Linked)) => {}
+            // What the tests make fail.
+            (Err(error), Ok(_)) => {
+                assert!(matches!(error.errno(), Some(Errno::NOSPC | Errno::IO)));
+            }
+            _ => assert_eq!(done, would),
+        }
+        done
     }
 
     fn overwrite(fs: &SimFs, path: &str, bytes: &[u8]) {
@@ -312,6 +387,32 @@ mod tests {
         };
         assert!(back(&fs, pins, &bad, false).is_err());
         assert!(!fs.files().contains_key(&pinned.file));
+    }
+
+    #[test]
+    fn the_stores_own_files_are_no_targets() {
+        // Bug guarded: a manifest that listed "STORE" had the identity of the store replaced.
+        let (fs, pins, _) = start();
+        for file in ["STORE", "LOCK", "x/y", "v3/x/y", "w/STORE"] {
+            let (parent, name) = split_path(file);
+            let mut dir = pins;
+            for part in parent.split('/').filter(|part| !part.is_empty()) {
+                dir = whole::ensure_dir(&fs, &dir, part, false).unwrap();
+            }
+            fs.create(&dir, name, 0o666).unwrap();
+            let before = fs.files();
+            let pinned = PinnedFile {
+                file: file.into(),
+                size: 0,
+                checksums: Vec::new(),
+            };
+            let error = back(&fs, pins, &pinned, false).unwrap_err();
+            assert!(
+                matches!(error.kind, crate::error::Kind::Invalid(_)),
+                "{error}"
+            );
+            assert_eq!(fs.files(), before);
+        }
     }
 
     #[test]

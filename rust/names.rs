@@ -7,6 +7,7 @@ use rustix::process::{Pid, test_kill_process};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::format::xxh3;
+use crate::fs::check_path;
 
 /// Every temporary starts with this; readers pass it over.
 pub const TEMPORARY: &str = ".tmp-";
@@ -50,6 +51,36 @@ pub fn temporary_name() -> String {
 /// 32 hex digits that no other call gives.
 pub fn unique() -> String {
     format!("{:032x}", random())
+}
+
+/// `v12` is 12; `v012` and `v+1` are nothing of ours.
+pub fn version_of(name: &str) -> Option<u64> {
+    let version: u64 = name.strip_prefix('v')?.parse().ok()?;
+    (name == format!("v{version}")).then_some(version)
+}
+
+/// Checks that a path is a file's in a version directory, `v<k>/<name>`; returns why not. What gives
+/// or takes names in a store asks this: `STORE` and `LOCK` lie beside the version directories, and
+/// no name from data may mean them.
+pub fn check_payload(path: &str) -> Result<(), &'static str> {
+    check_path(path)?;
+    in_version(path)
+}
+
+/// The same, but a temporary's name is one too: those of dead writers are removed by their names.
+pub fn check_sweepable(path: &str) -> Result<(), &'static str> {
+    match path.split_once('/') {
+        Some((_, name)) if name.starts_with(TEMPORARY) => check_path(&name[1..])?,
+        _ => check_path(path)?,
+    }
+    in_version(path)
+}
+
+fn in_version(path: &str) -> Result<(), &'static str> {
+    match path.split_once('/') {
+        Some((dir, name)) if version_of(dir).is_some() && !name.contains('/') => Ok(()),
+        _ => Err("it is no payload file: those lie in version directories, v<k>/<name>"),
+    }
 }
 
 /// Whether the maker of a temporary (or trash) of that name is provably gone; false for names of
@@ -149,6 +180,48 @@ mod tests {
     }
 
     #[test]
+    fn only_files_of_version_directories_are_payloads() {
+        // Promise: whatever is asked for by data, nothing beside or below v<k>/<name> is meant.
+        for good in ["v0/x", "v12/a.safetensors", "v18446744073709551615/x"] {
+            assert_eq!(
+                (check_payload(good), check_sweepable(good)),
+                (Ok(()), Ok(()))
+            );
+        }
+        assert!(check_sweepable("v1/.tmp-a-1-2-3").is_ok());
+        assert!(check_payload("v1/.tmp-a-1-2-3").is_err());
+        for bad in [
+            "",
+            "STORE",
+            "LOCK",
+            "v1",
+            "v1/",
+            "v1/a/b",
+            "x/y",
+            "STORE/x",
+            "v/x",
+            "v01/x",
+            "v+1/x",
+            "v1x/y",
+            "v18446744073709551616/x",
+            "../v1/x",
+            "/v1/x",
+            "v1/../x",
+            "v1/.x",
+            "v1/x y",
+            "v1/.tmp-/../x",
+            "v1/.tmp-a/b",
+            "v1/.tmp-a b",
+            ".tmp-x",
+            "x/.tmp-a",
+            "v01/.tmp-a",
+        ] {
+            assert!(check_payload(bad).is_err(), "{bad:?}");
+            assert!(check_sweepable(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
     fn names_are_fresh() {
         // Promise: a name is never given twice and is an allowed path component.
         let names: std::collections::HashSet<_> = (0..1000).map(|_| unique()).collect();
@@ -156,7 +229,7 @@ mod tests {
         assert!(
             names
                 .iter()
-                .all(|name| name.len() == 32 && crate::fs::check_path(name).is_ok())
+                .all(|name| name.len() == 32 && check_path(name).is_ok())
         );
     }
 }

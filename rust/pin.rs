@@ -6,7 +6,8 @@ use rustix::io::Errno;
 
 use crate::commit::{Commit, PAYLOADS};
 use crate::error::Context;
-use crate::fs::{Fs, check_path, split_path, whole};
+use crate::fs::{Fs, split_path, whole};
+use crate::names::check_payload;
 use crate::store::{Store, open_parents};
 use crate::threads::{self, IO_THREADS};
 use crate::{Error, Result};
@@ -31,7 +32,7 @@ impl Pinned {
 }
 
 impl<F: Fs> Commit<F> {
-    /// Pins each (file of the store, already durable): (size, how). The bytes are durable then; the
+    /// Pins each (file of a version directory, already durable): (size, how). The bytes are durable then; the
     /// names are with [`Commit::finish`].
     pub fn pin(
         &mut self,
@@ -51,14 +52,14 @@ impl<F: Fs> Commit<F> {
             &store.fs,
             &store.dir,
             ask.iter().map(|(file, _)| *file),
-            check_path,
+            check_payload,
         );
         let to: BTreeMap<&str, Result<F::Dir>> = from
             .keys()
             .map(|parent| (*parent, self.pin_dir(parent)))
             .collect();
         let made = threads::map(&ask, IO_THREADS, |(file, durable)| {
-            check_path(file).map_err(|why| Error::invalid("pin", *file, why))?;
+            check_payload(file).map_err(|why| Error::invalid("pin", *file, why))?;
             let parent = split_path(file).0;
             let from = from[parent]
                 .as_ref()

@@ -51,9 +51,65 @@ const SMALL: u64 = 256 << 10;
 
 const RETIRED: &str = "the version directory was retired meanwhile: the payload is too old to keep";
 
-struct VersionDir<F: Fs> {
-    dir: F::Dir,
+/// An open version directory.
+pub(crate) struct VersionDir<F: Fs> {
+    name: String,
+    pub(crate) dir: F::Dir,
     stat: Stat,
+}
+
+impl<F: Fs> VersionDir<F> {
+    /// Opens it beneath the store `root`; makes it if it is missing.
+    pub(crate) fn open(fs: &F, root: &F::Dir, version: u64, group: bool) -> Result<Self> {
+        let name = format!("v{version}");
+        let dir = whole::ensure_dir(fs, root, &name, group).context("publish", &name)?;
+        let stat = fs.stat_dir(&dir).context("publish", &name)?;
+        Ok(Self { name, dir, stat })
+    }
+
+    /// The path of a file in it, relative to the store.
+    pub(crate) fn path(&self, name: &str) -> String {
+        format!("{}/{name}", self.name)
+    }
+
+    /// Whether it still is the one of its name: a rename within one that was retired succeeds
+    /// silently.
+    fn is_still(&self, fs: &F, root: &F::Dir) -> Io<bool> {
+        match fs.stat(root, &self.name) {
+            Ok(now) => Ok((now.dev, now.ino) == (self.stat.dev, self.stat.ino)),
+            Err(Errno::NOENT) => Ok(false),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    /// The error that `op` met on file `name` in it: what is missing in a retired one is that.
+    pub(crate) fn error(
+        &self,
+        (fs, root): (&F, &F::Dir),
+        op: &'static str,
+        name: &str,
+        errno: Errno,
+    ) -> Error {
+        match (errno, self.is_still(fs, root)) {
+            (Errno::NOENT, Ok(false)) => stale(self.path(name)),
+            _ => Error::os(op, self.path(name), errno),
+        }
+    }
+
+    /// Confirms a rename to `name` that was just made, or takes it back.
+    pub(crate) fn confirm(&self, fs: &F, root: &F::Dir, name: &str) -> Result<()> {
+        let there = match self.is_still(fs, root) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(stale(self.path(name))),
+            Err(errno) => Err(Error::os("publish", self.path(name), errno)),
+        };
+        there.inspect_err(|_| self.take_back(fs, name))
+    }
+
+    /// Removes a final name that is reported as an error; what cannot be removed is an orphan.
+    fn take_back(&self, fs: &F, name: &str) {
+        let _ = fs.unlink(&self.dir, name);
+    }
 }
 
 impl<F: Fs> Store<F> {
@@ -63,7 +119,10 @@ impl<F: Fs> Store<F> {
         let versions: BTreeSet<u64> = files.iter().map(|file| file.version).collect();
         let dirs: BTreeMap<u64, Result<VersionDir<F>>> = versions
             .into_iter()
-            .map(|version| (version, self.version_dir(version)))
+            .map(|version| {
+                let dir = VersionDir::open(&self.fs, &self.dir, version, self.group);
+                (version, dir)
+            })
             .collect();
         let maker = Maker::current();
         let mut results = threads::map(files, IO_THREADS, |file| match &dirs[&file.version] {
@@ -76,14 +135,6 @@ impl<F: Fs> Store<F> {
         results
     }
 
-    fn version_dir(&self, version: u64) -> Result<VersionDir<F>> {
-        let name = format!("v{version}");
-        let dir = whole::ensure_dir(&self.fs, &self.dir, &name, self.group);
-        let dir = dir.context("publish", &name)?;
-        let stat = self.fs.stat_dir(&dir).context("publish", &name)?;
-        Ok(VersionDir { dir, stat })
-    }
-
     fn publish_one(
         &self,
         file: &FileToWrite<'_>,
@@ -92,9 +143,7 @@ impl<F: Fs> Store<F> {
         durable: bool,
     ) -> Result<Published> {
         let layout = plan(file)?;
-        let version = format!("v{}", file.version);
         let name = format!("{}.safetensors", unique());
-        let path = format!("{version}/{name}");
         let temporary = maker.temporary();
         let written = whole::new_file(&self.fs, &to.dir, &temporary, self.group, |open| {
             let lists = write(&self.fs, open, &layout, file)?;
@@ -104,34 +153,17 @@ impl<F: Fs> Store<F> {
             self.fs.rename(&to.dir, &temporary, &to.dir, &name)?;
             Ok(lists)
         });
-        let lists = written.map_err(|errno| match (errno, self.is_still(&version, to)) {
-            (Errno::NOENT, Ok(false)) => stale(&path),
-            _ => Error::os("publish", &path, errno),
-        })?;
-        let there = match self.is_still(&version, to) {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(stale(&path)),
-            Err(errno) => Err(Error::os("publish", &path, errno)),
-        };
-        there.inspect_err(|_| self.take_back(to, &name))?;
+        let place = (&self.fs, &self.dir);
+        let lists = written.map_err(|errno| to.error(place, "publish", &name, errno))?;
+        to.confirm(&self.fs, &self.dir, &name)?;
         let tensors = lists.iter().enumerate();
         let tensors = tensors
             .map(|(i, list)| (layout.offset(i), segment_checksum(list)))
             .collect();
         Ok(Published {
-            file: path,
+            file: to.path(&name),
             tensors,
         })
-    }
-
-    /// Whether the version directory still is the one of its name: a rename within one that was
-    /// retired succeeds silently.
-    fn is_still(&self, version: &str, dir: &VersionDir<F>) -> Io<bool> {
-        match self.fs.stat(&self.dir, version) {
-            Ok(now) => Ok((now.dev, now.ino) == (dir.stat.dev, dir.stat.ino)),
-            Err(Errno::NOENT) => Ok(false),
-            Err(errno) => Err(errno),
-        }
     }
 
     /// Makes the names durable, one sync per directory; takes back what could not be made so.
@@ -170,19 +202,14 @@ impl<F: Fs> Store<F> {
                 continue;
             };
             if let (Ok(to), (_, name)) = (&dirs[&version], crate::fs::split_path(&published.file)) {
-                self.take_back(to, name);
+                to.take_back(&self.fs, name);
             }
             *result = Err(error.clone());
         }
     }
-
-    /// Removes a final name that is reported as an error; what cannot be removed is an orphan.
-    fn take_back(&self, dir: &VersionDir<F>, name: &str) {
-        let _ = self.fs.unlink(&dir.dir, name);
-    }
 }
 
-fn stale(path: &str) -> Error {
+fn stale(path: String) -> Error {
     Error::os("publish", path, Errno::STALE).with_hint(RETIRED)
 }
 
@@ -194,14 +221,35 @@ fn plan(file: &FileToWrite<'_>) -> Result<Layout> {
     };
     let layout = Layout::plan(file.version, file.tensors.iter().map(spec).collect())?;
     for (index, tensor) in file.tensors.iter().enumerate() {
-        let (want, have) = (layout.len(index), tensor.bytes.len());
-        if want != have as u64 {
-            let (dtype, shape) = (tensor.dtype.numpy(), &tensor.shape);
-            let why = format!("{dtype} of shape {shape:?} has {want} bytes, not {have}");
-            return Err(Error::invalid("publish", tensor.name, why));
-        }
+        tensor.check("publish", layout.len(index))?;
     }
     Ok(layout)
+}
+
+impl TensorToWrite<'_> {
+    /// Whether there are as many bytes as dtype and shape take.
+    pub(crate) fn check(&self, op: &'static str, want: u64) -> Result<()> {
+        let have = self.bytes.len();
+        if want == have as u64 {
+            return Ok(());
+        }
+        let (dtype, shape) = (self.dtype.numpy(), &self.shape);
+        let why = format!("{dtype} of shape {shape:?} has {want} bytes, not {have}");
+        Err(Error::invalid(op, self.name, why))
+    }
+
+    /// Hands the bytes to `each` in pieces (from, bytes), each while it is hot from being hashed;
+    /// returns the block list.
+    pub(crate) fn hashed(&self, mut each: impl FnMut(u64, &[u8]) -> Io<()>) -> Io<String> {
+        let mut hasher = BlockHasher::new();
+        let mut at = 0;
+        for piece in self.bytes.chunks(PIECE) {
+            hasher.update(piece);
+            each(at, piece)?;
+            at += piece.len() as u64;
+        }
+        Ok(hasher.finish())
+    }
 }
 
 /// Writes the file and returns the block lists. Bytes are hashed just before they are written; the
@@ -216,18 +264,14 @@ fn write<F: Fs>(
     let small = layout.size() - layout.data_start() <= SMALL;
     let mut data = Vec::new();
     for &index in layout.order() {
-        let mut hasher = BlockHasher::new();
-        let mut at = layout.offset(index);
-        for piece in file.tensors[index].bytes.chunks(PIECE) {
-            hasher.update(piece);
+        let start = layout.offset(index);
+        lists[index] = file.tensors[index].hashed(|from, piece| {
             if small {
                 data.extend_from_slice(piece);
-            } else {
-                whole::write_all(fs, open, piece, at)?;
+                return Ok(());
             }
-            at += piece.len() as u64;
-        }
-        lists[index] = hasher.finish();
+            whole::write_all(fs, open, piece, start + from)
+        })?;
     }
     let mut head = layout.header(&lists);
     head.extend_from_slice(&data);

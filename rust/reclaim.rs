@@ -3,14 +3,14 @@
 use rustix::io::Errno;
 
 use crate::error::Context;
-use crate::fs::{Fs, check_path, split_path, whole};
-use crate::names::TEMPORARY;
+use crate::fs::{Fs, whole};
+use crate::names::check_sweepable;
 use crate::store::Store;
 use crate::{Error, Result};
 
 impl<F: Fs> Store<F> {
     /// Unlinks each file; the bytes that this freed (0 while a pin holds them), or none if it was
-    /// already gone. Owner only.
+    /// already gone. Only files of version directories, temporaries too. Owner only.
     pub fn reclaim(&self, files: &[String]) -> Result<Vec<Result<Option<u64>>>> {
         self.require_owner("reclaim")?;
         let results = self.each("reclaim", files, check_sweepable, |dir, name, file| {
@@ -38,22 +38,13 @@ impl<F: Fs> Store<F> {
     }
 }
 
-/// Temporaries of dead writers are reclaimed too, by their names.
-fn check_sweepable(file: &str) -> std::result::Result<(), &'static str> {
-    match split_path(file) {
-        (parent, name) if name.starts_with(TEMPORARY) => {
-            check_path(parent)?;
-            check_path(&name[1..])
-        }
-        _ => check_path(file),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use crate::fs::Fs;
     use crate::fs::real::RealFs;
-    use crate::publish::tests::payload;
+    use crate::fs::sim::SimFs;
+    use crate::publish::tests::{payload, sim_store};
     use crate::store::{Store, StoreOptions};
 
     #[test]
@@ -100,5 +91,23 @@ mod tests {
         let bad = ["v1/.tmp-/../x", "v1/.tmp-a b", ".tmp-x", "v1/.hidden"].map(String::from);
         assert!(owner.reclaim(&bad).unwrap().iter().all(Result::is_err));
         assert_eq!(owner.reclaim(&[dead]).unwrap().remove(0).unwrap(), Some(2));
+    }
+
+    #[test]
+    fn the_stores_own_files_are_never_reclaimed() {
+        // Bug guarded: reclaim of "STORE" removed the identity of the store, of "LOCK" its lock.
+        let fs = SimFs::new();
+        let owner = sim_store(&fs).unwrap();
+        let file = owner.publish(&[payload(1, b"x")], false).remove(0);
+        let file = file.unwrap().file;
+        let root = fs.root();
+        fs.make_dir(&root, "pins", 0o777).unwrap();
+        let pins = fs.open_dir(&root, "pins").unwrap();
+        fs.create(&pins, "x", 0o666).unwrap();
+        let before = fs.files();
+        let bad = ["STORE", "LOCK", "pins/x", "v1", "v1/STORE/x"].map(String::from);
+        assert!(owner.reclaim(&bad).unwrap().iter().all(Result::is_err));
+        assert_eq!(fs.files(), before);
+        assert!(owner.reclaim(&[file]).unwrap().remove(0).unwrap().is_some());
     }
 }

@@ -6,7 +6,7 @@ use rustix::io::Errno;
 
 use crate::error::Context;
 use crate::fs::{FileKind, Fs, Io};
-use crate::names::{Maker, TEMPORARY, TRASH, owner_is_dead};
+use crate::names::{Maker, TEMPORARY, TRASH, owner_is_dead, version_of};
 use crate::root::remove_tree;
 use crate::store::Store;
 use crate::threads::{self, IO_THREADS};
@@ -162,12 +162,6 @@ pub(crate) fn names_in<F: Fs>(fs: &F, dir: &F::Dir) -> Io<Vec<(String, FileKind)
         ControlFlow::Continue(())
     })?;
     Ok(names)
-}
-
-/// `v12` is 12; `v012` and `v+1` are nothing of ours.
-fn version_of(name: &str) -> Option<u64> {
-    let version: u64 = name.strip_prefix('v')?.parse().ok()?;
-    (name == format!("v{version}")).then_some(version)
 }
 
 #[cfg(test)]

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from prime_io import _native
 from prime_io.segment import PayloadSegment
 from prime_io.store import CorruptPayloadError, Gather, PayloadStore
 
@@ -269,9 +270,15 @@ def test_names_that_lead_elsewhere(store, name):
 
 
 def test_the_stores_own_files_are_no_payloads(store):
-    """Promise: STORE and LOCK are never reclaimed through a segment's name."""
-    assert all(isinstance(r, ValueError) for r in store.reclaim(["STORE", "LOCK"]))
-    assert all(isinstance(r, ValueError) for r in store.link_back(store.root, [("STORE", 0, [])]))
+    """Bug: reclaim(["STORE"]) removed the store's identity; link back and pin took such names too."""
+    own = ["STORE", "LOCK", "x/STORE", "v1/x/STORE", "v01/x"]
+    pins = [(name, 0, []) for name in own]
+    commit = _native.Commit(os.fspath(Path(store.root).parent / "checkpoints"), 1, "orchestrator")
+    for door in (store, store.native):
+        assert all(isinstance(r, ValueError) for r in door.reclaim(own))
+        assert all(isinstance(r, ValueError) for r in door.link_back(store.root, pins))
+    assert all(isinstance(r, ValueError) for r in commit.pin(store.native, [(name, True) for name in own]))
+    commit.abort()
     assert (Path(store.root) / "STORE").exists() and (Path(store.root) / "LOCK").exists()
 
 

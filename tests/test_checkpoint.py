@@ -87,6 +87,20 @@ def test_a_bad_pin_is_an_answer_for_its_file(manager: CheckpointManager, store: 
     assert not any((Path(store.root) / file).exists() for file in (short, other, gone))
 
 
+def test_a_checkpoint_without_pins_loads(run: Path, store: PayloadStore) -> None:
+    """Bug: a checkpoint with no pin at all (nothing queued, or pin="skip") could not be resumed from."""
+    m = CheckpointManager(run_dir=run, pin="skip", on_save_error="raise")
+    there, gone = payload(store, 1), payload(store, 2)
+    both(m, store, 1)
+    both(m, store, 2, segments=[there, gone])
+    assert not (m.component_path(2, "orchestrator") / "payloads").exists()
+    assert m.load(1, store=store)[1].link_back([]) == {}
+    store.reclaim([gone.file])
+    answers = m.load(2, store=store)[1].link_back([there.file, gone.file])
+    assert answers[there.file] == "present"
+    assert isinstance(answers[gone.file], FileNotFoundError)
+
+
 def test_something_else_under_the_name_is_replaced(manager: CheckpointManager, store: PayloadStore) -> None:
     """Rule 3: what is there but is not the pinned payload is replaced by the pin."""
     segment = payload(store, 1)

@@ -312,7 +312,7 @@ def test_other_threads_run_during_a_gather(store: Store) -> None:
         sys.setswitchinterval(switch)
         ticker.join()
     during = sum(start < at < stop for at in counts)
-    assert during >= (stop - start) / 0.001 / 20
+    assert during >= 5, "with the GIL held for the call, and 10 s between switches, there would be none"
 
 
 def test_a_signal_ends_a_long_gather(store: Store) -> None:
@@ -321,11 +321,12 @@ def test_a_signal_ends_a_long_gather(store: Store) -> None:
     requests = [request([segment], 0, 1 << 16)] * 20_000
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    start = time.perf_counter()
+    calls = 0
     with pytest.raises(KeyboardInterrupt):
         for _ in range(100):
             store.gather(requests, verify=True)
-    assert time.perf_counter() - start < 5
+            calls += 1
+    assert calls < 100
     timer.join()
 
 

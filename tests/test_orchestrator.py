@@ -62,14 +62,7 @@ class Trainer(threading.Thread):
         manager = CheckpointManager(run_dir=self.run_dir)
         step = committed = self.lineage.resumed_from or 0
         self.exchange.publish_weights(step, {"weights": b"w"})
-        while True:
-            batch = self.exchange.read_batch(step + 1)
-            if batch is None:
-                stop = self.exchange.stop_step()
-                if stop is not None and stop <= step:
-                    break
-                time.sleep(0.002)
-                continue
+        while (batch := self.exchange.wait_batch(step + 1, poll_s=0.002)) is not None:
             for trace in load_batch(batch, store=store):
                 [sample] = trace.samples
                 rows, valid = store.gather(sample.payload, FIELD, 0, len(sample.token_ids) - 1, verify=True)
@@ -349,6 +342,30 @@ def test_an_extended_run_resumes_from_its_last_step(tmp_path: Path) -> None:
         second.store.close()
 
     asyncio.run(main())
+
+
+def test_a_retention_that_fails_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: an EIO while old checkpoints were looked through ended the run, though its saves were good."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life, trainer = Run(tmp_path, max_steps=8), Trainer(tmp_path)
+        retain, errors = life.manager.apply_retention, [OSError(5, "Input/output error"), ValueError("torn")]
+
+        async def failing() -> Any:
+            if errors:
+                raise errors.pop()
+            return await retain()
+
+        life.manager.apply_retention = failing  # type: ignore[method-assign]
+        await until_the_end(life, trainer)
+        assert not errors and life.manager.steps() == [6, 8]
+        life.store.close()
+
+    asyncio.run(main())
+    assert "Input/output error" in caplog.text and "torn" in caplog.text
 
 
 def test_finish_waits_for_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

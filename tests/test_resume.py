@@ -49,18 +49,39 @@ def test_ledger_frees_a_file_with_its_last_holder() -> None:
     """A file is free when nobody holds it: work, a snapshot, a shipped batch; not before."""
     ledger = Ledger()
     work = ledger.hold([segment("v1/a"), segment("v2/b")])
-    snapshot = ledger.hold([segment("v1/a")])
+    other = ledger.hold([segment("v2/b")])
     ledger.ship(1, work)
     assert ledger.oldest_version() == 1
     assert ledger.untrained_steps == [1]
     ledger.trained(1)
     ledger.trained(1)
-    assert ledger.take_free() == ["v2/b"]
-    ledger.release(snapshot)
     assert ledger.take_free() == ["v1/a"]
+    ledger.release(other)
+    assert ledger.take_free() == ["v2/b"]
     assert ledger.take_free() == []
     assert ledger.oldest_version() is None
     assert ledger.bytes == 0
+
+
+def test_ledger_makes_releases_wait_for_open_snapshots() -> None:
+    """Releases wait for every snapshot that was open when they were asked for, in whatever order saves end."""
+    ledger = Ledger()
+    a, b, c = (ledger.hold([segment(f"v{i}/x")]) for i in range(3))
+    first = ledger.open_snapshot()
+    ledger.release(a)
+    second = ledger.open_snapshot()
+    ledger.release(b)
+    assert ledger.files() == {"v0/x", "v1/x", "v2/x"}
+    assert ledger.oldest_version() == 0
+    again = ledger.hold([segment("v1/x")])
+    ledger.close_snapshot(second)
+    assert not ledger.has_free, "the first snapshot needs them too"
+    ledger.close_snapshot(first)
+    assert ledger.take_free() == ["v0/x"]
+    ledger.release(again)
+    ledger.release(c)
+    assert ledger.take_free() == ["v1/x", "v2/x"]
+    assert ledger.bytes == len(ledger) == 0
 
 
 def test_ledger_random_walk_agrees_with_a_plain_model() -> None:

@@ -404,3 +404,11 @@ def test_sigkill_at_random_moments(tmp_path: Path) -> None:
             os.rename(made, tmp_path / f"shards{attempt}_{made.name}")
     assert latest > 5
     assert Lineage.load(run).resumed_from == latest
+
+
+def test_a_checkpoint_without_pins_links_nothing_back(run: Path, store: PayloadStore) -> None:
+    """Bug: restoring a checkpoint that had nothing to pin failed, since there was no directory of pins."""
+    m = CheckpointManager(run_dir=run, on_save_error="raise")
+    both(m, store, 1, segments=[])
+    _, pins = m.load(store=store)
+    assert pins.link_back([]) == {}

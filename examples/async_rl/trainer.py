@@ -172,7 +172,7 @@ class Trainer:
 
     def run(self) -> None:
         step = committed = self.start()
-        while (batch := self.wait_for(step + 1)) is not None:
+        while (batch := self.exchange.wait_batch(step + 1)) is not None:
             self.train(batch)
             step = batch.step
             committed = step if batch.checkpoint else committed
@@ -181,17 +181,6 @@ class Trainer:
         self.log("reward", {"step": step, "value": greedy_reward(self.model, self.held_out)})
         self.control()
         self.log("trainer_done", {"step": step})
-
-    def wait_for(self, step: int) -> TrainBatch | None:
-        """The next batch; None once the orchestrator has said that it will not come."""
-        while True:
-            batch = self.exchange.read_batch(step)
-            if batch is not None:
-                return batch
-            stop = self.exchange.stop_step()
-            if stop is not None and stop < step:
-                return None
-            time.sleep(0.01)
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ from .types import (
     Trace,
     TrainBatch,
 )
+from .writer import PayloadWriter
 
 __all__ = [
     "CheckpointManager",
@@ -62,6 +63,7 @@ __all__ = [
     "Orchestrator",
     "PayloadSegment",
     "PayloadStore",
+    "PayloadWriter",
     "Pins",
     "Policy",
     "PolicySpan",

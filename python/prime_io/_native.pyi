@@ -18,6 +18,7 @@ __all__ = [
     "Root",
     "Slab",
     "Store",
+    "Writer",
     "owner_is_dead",
     "temporary_name",
     "xxh3",
@@ -95,6 +96,9 @@ class Store:
         dtypes are numpy / ml_dtypes names; `bytes` are the little-endian C-order contents.
         """
 
+    def writer(self, version: int) -> Writer:
+        """A writer of payload files in `v<version>`, append by append. It outlives the store's handle."""
+
     def header(
         self, files: Sequence[str]
     ) -> list[tuple[int, list[tuple[str, str, tuple[int, ...], int, int, str]], dict[str, str]] | Exception]:
@@ -152,17 +156,24 @@ class Store:
 
     def reclaim(self, files: Sequence[str]) -> list[int | Exception]:
         """Unlink each file (owner only: PermissionError otherwise). Result: bytes freed, or -1 if it was
-        already gone."""
+        already gone; ValueError for what is no `v<k>/<name>`, so that no name from data means STORE or LOCK."""
 
     def link_back(
-        self, pins: str, files: Sequence[tuple[str, int, Sequence[str]]], *, copy: bool = False
+        self,
+        pins: str,
+        files: Sequence[tuple[str, int, Sequence[str]]],
+        *,
+        copy: bool = False,
+        dry_run: bool = False,
     ) -> list[str | Exception]:
         """Give pinned files their names in the store again: each (file, size, checksums) of directory `pins`.
 
         `checksums` are segment checksums that the file's header must hold. Result: "present" (same inode, or
         same size and checksums), "linked", "copied", or "replaced" (something else had the name). A pin that
         has another size or whose header lacks a checksum is CorruptPayloadError and is not linked; no pin and
-        nothing right present is FileNotFoundError. Linking falls back to a copy as in `Commit.pin`.
+        nothing right present is FileNotFoundError; what is no `v<k>/<name>` is a ValueError. Linking falls back
+        to a copy as in `Commit.pin`. A directory `pins` that is missing holds no pin. `dry_run` touches nothing
+        and answers "linked" for "copied" too.
         """
 
     def scan(self) -> list[tuple[str, int, int, str]]:
@@ -175,6 +186,32 @@ class Store:
 
     def retire(self, version: int) -> int:
         """Remove version directory v<version> with all in it (owner only); returns the number of files."""
+
+@final
+class Writer:
+    """Writes payload files append by append: a temporary that grows, one rename at the end.
+
+    Nothing is visible before `close`, or before a full file made way for the next. Nothing is synced. Calls of
+    several threads take turns. Dropped without `close`, it discards.
+    """
+
+    def append(
+        self, tensors: Sequence[tuple[str, str, tuple[int, ...], Buffer]]
+    ) -> list[tuple[str, int, int, str]]:
+        """Append each (field, dtype, full shape, bytes) as a tensor `<field>.<n>`, n counting the field's appends.
+
+        Result: (file relative to the store, offset from byte 0 of the file, rows of the field appended before,
+        checksum). All tensors of a call are in one file; if its 64 KiB of header have no room for them, it is
+        published first and the next begun. A tensor without axes is one row. ValueError for the caller's
+        mistakes, which change nothing, and once the writer is closed. After an OSError (ESTALE: the version was
+        retired) the file is removed, its segments are void and every later call but `discard` is a ValueError.
+        """
+
+    def close(self) -> None:
+        """Publish what was appended; nothing if nothing was. Idempotent. OSError as in `append`."""
+
+    def discard(self) -> None:
+        """Remove what was not published. Idempotent; also done on drop."""
 
 @final
 class Commit:
@@ -192,7 +229,7 @@ class Commit:
         """Link (or copy) each (file, already durable) to `payloads/<file>` and make its bytes durable.
 
         Result: (size, "link" or "copy"). Linking falls back to a copy on EXDEV, EPERM, EMLINK, ENOSYS and
-        EOPNOTSUPP; FileNotFoundError if the file is gone.
+        EOPNOTSUPP; FileNotFoundError if the file is gone, ValueError for what is no `v<k>/<name>`.
         """
 
     def write(self, name: str, data: Buffer) -> tuple[int, str]:

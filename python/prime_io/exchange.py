@@ -7,6 +7,7 @@ is polling: small directories, opened afresh each time, which also makes network
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -68,6 +69,18 @@ class Exchange:
         if batch.lineage != self.lineage.id or batch.step != step:
             raise ValueError(f"{path} holds batch {batch.step} of lineage {batch.lineage}")
         return batch
+
+    def wait_batch(self, step: int, *, poll_s: float = 0.01) -> TrainBatch | None:
+        """Wait for batch `step`; None once the orchestrator has said that it will not come."""
+        while True:
+            # In this order: what was published before the word to stop is still found.
+            stop = self.stop_step()
+            batch = self.read_batch(step)
+            if batch is not None:
+                return batch
+            if stop is not None and stop < step:
+                return None
+            time.sleep(poll_s)
 
     def acknowledge(self, step: int, reader: str) -> None:
         """Say that `reader` needs nothing of batch `step`, nor of any before it, any more."""

@@ -8,18 +8,20 @@ taken, with no await between; its save runs beside everything else, and only rel
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from .checkpoint import CheckpointManager
 from .dispatcher import Dispatcher
 from .exchange import Exchange
+from .manifest import in_slices
 from .restore import RestoreReport
-from .resume import pin_set
-from .sink import TrainSink
+from .segment import PayloadSegment
+from .sink import EpisodeRefusedError, TrainSink
 from .snapshot import Snapshot
 from .source import TrainSource
 from .state import decode_state, encode_state
@@ -27,6 +29,8 @@ from .store import PayloadStore, SweepReport
 from .types import Episode, Policy, Progress, QueuedTrace, StoredEpisode
 
 log = logging.getLogger("prime_io.orchestrator")
+
+_decode_trace = msgspec.msgpack.Decoder(QueuedTrace).decode
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
 
@@ -41,6 +45,33 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from it."""
         ...
+
+
+class Cut(NamedTuple):
+    """One instant of the run, in a form that costs the event loop next to nothing."""
+
+    step: int
+    parts: dict[str, bytes]
+    queue: list[msgspec.Raw]
+    members: list[StoredEpisode]
+
+    def snapshot(self) -> Snapshot:
+        """The cut as a checkpoint takes it: packed, and with the segments to pin. Off the event loop."""
+        segments: list[PayloadSegment] = []
+        spills: list[PayloadSegment] = []
+        everything: list[msgspec.Raw | StoredEpisode] = [*self.queue, *self.members]
+        for part in in_slices(everything, size=64):
+            for item in part:
+                work: QueuedTrace | StoredEpisode
+                work = item if isinstance(item, StoredEpisode) else _decode_trace(item)
+                segments += work.segments()
+                spills += work.spills()
+        return Snapshot(self.step, {**self.parts, "queue": _pack(self.queue)}, segments, spills)
+
+
+def _pack(blobs: Sequence[msgspec.Raw]) -> bytes:
+    """A msgpack array of values that are encoded already (array 32)."""
+    return b"".join([b"\xdd", len(blobs).to_bytes(4, "big"), *blobs])
 
 
 class Orchestrator:
@@ -69,7 +100,7 @@ class Orchestrator:
         max_payload_bytes: int | None = None,
         readers: Sequence[str] = ("trainer",),
         algorithm: Stateful | None = None,
-        on_event: OnEvent = lambda name, facts: None,
+        on_event: OnEvent | None = None,
         poll_s: float = 0.02,
     ) -> None:
         self.sink = sink
@@ -90,6 +121,7 @@ class Orchestrator:
         self._poll_s = poll_s
         self._trained = progress.step - 1
         self._saves: set[asyncio.Task[None]] = set()
+        self._sweeping: asyncio.Task[None] | None = None
         self._last_cut = 0
         self._stopping = False
         self._published: int | None = None
@@ -98,46 +130,43 @@ class Orchestrator:
         dispatcher.may_open = self._may_open
         sink.on_result = source.on_result
         sink.on_consumed = dispatcher.forget_consumed_group
-        sink.on_drop = lambda reason, traces: on_event("dropped", {"reason": reason, "traces": list(traces)})
+        sink.on_drop = lambda reason, ids: self._tell("dropped", {"reason": reason, "traces": list(ids)})
 
     # -- checkpoint
 
-    def snapshot_state(self) -> Snapshot:
-        """The cut: everything of one instant; no await, no I/O."""
+    def snapshot_state(self) -> Cut:
+        """The cut: everything of one instant; no await, no I/O, nothing that grows with tokens or segments."""
+        sink = self.sink.state_dict(self.dispatcher.open_train_groups())
+        queue = sink.pop("queue")
         parts = {
             "progress": msgspec.msgpack.encode(self._progress),
             "source": encode_state(self._source.state_dict()),
-            "sink": msgspec.msgpack.encode(self.sink.state_dict(self.dispatcher.open_train_groups())),
+            "sink": msgspec.msgpack.encode(sink),
         }
         if self._algorithm is not None:
             parts["algorithm"] = encode_state(self._algorithm.state_dict())
-        work = list(self.sink.work())
-        spills = [segment for item in work for segment in item.spills()]
-        spilled = {segment.file for segment in spills}
-        payload = [segment for item in work for segment in item.segments() if segment.file not in spilled]
-        return Snapshot(step=self._progress.step - 1, state=parts, segments=payload, spills=spills)
+        return Cut(self._progress.step - 1, parts, queue, self.sink.open_members())
 
     def _cut(self) -> None:
-        """Take a snapshot and start its save; the files it names are held until that is over."""
-        snapshot = self.snapshot_state()
-        held = self.sink.ledger.hold([*snapshot.segments, *snapshot.spills])
-        self._last_cut = snapshot.step
-        self._on_event(
-            "cut",
-            {
-                "step": snapshot.step,
-                "queued": self.sink.queued_trace_ids(),
-                "groups": {g: [len(o.members), o.target] for g, o in self.sink.open_groups.items()},
-                "emitted": self.dispatcher.emitted,
-                "inflight": self.dispatcher.inflight,
-                "drawn": self._source.drawn,
-                "members": [t.id for w in self.sink.work() if isinstance(w, StoredEpisode) for t in w.traces],
-                "files": {
-                    w.trace_id: sorted(pin_set([w])) for w in self.sink.work() if isinstance(w, QueuedTrace)
+        """Take a snapshot and start its save; what is held now stays until that is over."""
+        cut = self.snapshot_state()
+        waiting = self.sink.ledger.open_snapshot()
+        self._last_cut = cut.step
+        if self._on_event is not None:
+            self._on_event(
+                "cut",
+                {
+                    "step": cut.step,
+                    "queued": self.sink.queued_trace_ids(),
+                    "groups": {g: [len(o.members), o.target] for g, o in self.sink.open_groups.items()},
+                    "emitted": self.dispatcher.emitted,
+                    "inflight": self.dispatcher.inflight,
+                    "drawn": self._source.drawn,
+                    "members": [t.id for member in cut.members for t in member.traces],
+                    "files": self.sink.queued_files(),
                 },
-            },
-        )
-        task = asyncio.ensure_future(self._save(snapshot, held))
+            )
+        task = asyncio.ensure_future(self._save(cut, waiting))
         self._saves.add(task)
         task.add_done_callback(self._saved)
 
@@ -147,17 +176,31 @@ class Orchestrator:
             self._failure = task.exception()
             self._wake.set()
 
-    async def _save(self, snapshot: Snapshot, held: Sequence[str]) -> None:
+    async def _save(self, cut: Cut, waiting: set[str]) -> None:
         try:
+            snapshot = await asyncio.to_thread(cut.snapshot)
             report = await self._manager.save(snapshot, store=self._store)
         except asyncio.CancelledError:
             raise  # the save itself goes on in its thread and still needs the files
         except BaseException:
-            self.sink.release(held)
+            self.sink.close_snapshot(waiting)
             raise
-        self.sink.release(held)
-        self._on_event("saved", {"step": snapshot.step, "committed": report is not None})
-        await self._manager.apply_retention()
+        self.sink.close_snapshot(waiting)
+        self._tell("saved", {"step": cut.step, "committed": report is not None})
+        await self._retain()
+        if report is not None and (self._sweeping is None or self._sweeping.done()):
+            self._sweeping = asyncio.ensure_future(self._sweep_orphans())
+
+    async def _retain(self) -> None:
+        """Remove what need not stay. What fails is left to the next save or acknowledgement."""
+        try:
+            await self._manager.apply_retention()
+        except (OSError, ValueError) as error:
+            log.warning("retention failed and nothing more is removed; the next one tries again: %s", error)
+
+    def _tell(self, event: str, facts: Mapping[str, Any]) -> None:
+        if self._on_event is not None:
+            self._on_event(event, facts)
 
     async def restore(self, step: int) -> RestoreReport:
         """Go on from complete step `step`: state, then payload files, then a sweep of what nobody needs.
@@ -165,7 +208,7 @@ class Orchestrator:
         Before `run`, in a fresh process, after `prepare_resume(run, step)`.
         """
         parts, pins = await asyncio.to_thread(self._manager.load, step, store=self._store)
-        for part in ("progress", "source", "sink"):
+        for part in ("progress", "source", "sink", "queue"):
             if part not in parts:
                 raise ValueError(f"checkpoint {step} has no {part!r} state: it was written by something else")
         saved = msgspec.msgpack.decode(parts["progress"], type=Progress)
@@ -175,9 +218,11 @@ class Orchestrator:
         self._source.load_state_dict(decode_state(parts["source"]))
         if self._algorithm is not None:
             self._algorithm.load_state_dict(decode_state(parts["algorithm"]))
-        report, requests = await self.sink.load_state_dict(msgspec.msgpack.decode(parts["sink"]), pins=pins)
+        state = msgspec.msgpack.decode(parts["sink"])
+        state["queue"] = msgspec.msgpack.decode(parts["queue"], type=list[msgspec.Raw])
+        report, requests = await self.sink.load_state_dict(state, pins=pins)
         self._source.resumed.extend(requests)
-        self._on_event(
+        self._tell(
             "restored",
             {
                 "step": step,
@@ -192,14 +237,37 @@ class Orchestrator:
 
     async def sweep(self) -> SweepReport:
         """Reclaim every file nobody needs. Only while nobody writes: after a restore, or when workers have left."""
+        if self._sweeping is not None:
+            await self._sweeping
         await self.sink.drain()
         await asyncio.to_thread(self._manager.remove_leftovers)
         report = await asyncio.to_thread(self._store.sweep, roots=self._roots, before=None)
-        self._on_event("swept", {"reclaimed": len(report.reclaimed), "kept": report.kept})
+        self._tell("swept", {"reclaimed": len(report.reclaimed), "kept": report.kept})
         return report
 
+    async def _sweep_orphans(self) -> None:
+        """While others write: what no root names in versions that nobody writes any more, unless it is young.
+
+        A rollout that is never reported (its worker died, it was cancelled) leaves such files. What fails is
+        left to the next sweep.
+        """
+        before = self.oldest_live_version()
+        try:
+            report = await asyncio.to_thread(self._store.sweep, roots=self._roots, before=before)
+        except Exception as error:
+            log.warning(
+                "the sweep below version %d failed; the next checkpoint tries again: %s", before, error
+            )
+            return
+        for file, message in report.errors:
+            log.warning("sweep: %s stays: %s", file, message)
+        self._tell("orphans_swept", {"reclaimed": len(report.reclaimed), "before": before})
+
     def _roots(self) -> set[str]:
-        """What a sweep must spare: files somebody holds, and files a checkpoint names but has not pinned."""
+        """What a sweep must spare: files somebody holds, and files a checkpoint names but has not pinned.
+
+        In this order: a snapshot lets go of its files only when its checkpoint is there to be read.
+        """
         return self.sink.ledger.files() | self._manager.unpinned_files()
 
     def oldest_live_version(self) -> int:
@@ -263,12 +331,27 @@ class Orchestrator:
         while True:
             result = await self.dispatcher.next_result()
             if isinstance(result, Episode):
-                await self.sink.add(result)
+                await self._take(result)
             else:
                 await self.sink.cancel(result)
             while self.sink.requests:
                 self._source.resumed.append(self.sink.requests.popleft())
             self._wake.set()
+
+    async def _take(self, episode: Episode) -> None:
+        """Add an episode. One that must be refused (a worker of a dead lineage) counts as an errored member."""
+        if episode.policy is not None and episode.policy.end > self._policy.version:
+            # A worker may see new weights before this process does.
+            self._see(await asyncio.to_thread(self._exchange.newest_weights))
+        try:
+            await self.sink.add(episode)
+        except EpisodeRefusedError as error:
+            log.error("%s", error)
+            refused = msgspec.structs.replace(
+                episode, lineage=self._exchange.lineage.id, policy=None, traces=[], ok=False, error=str(error)
+            )
+            with contextlib.suppress(EpisodeRefusedError):  # one too many: its group is full
+                await self.sink.add(refused)
 
     async def _ship(self) -> None:
         while self._progress.step <= self._max_steps and not self._stopping:
@@ -287,24 +370,31 @@ class Orchestrator:
             )
             if batch.checkpoint:
                 self._cut()
-            self._on_event("shipped", {"step": batch.step, "traces": [t.trace_id for t in batch.traces]})
+            self._tell("shipped", {"step": batch.step, "traces": [t.trace_id for t in batch.traces]})
             await asyncio.to_thread(self._exchange.publish_batch, batch)
 
     async def _watch(self) -> None:
         while True:
             newest, trained = await asyncio.to_thread(self._look)
-            if newest is not None and newest != self._published:
-                self.dispatcher.on_version_pending(newest)
-                self._published = self._policy.version = newest
-                self._wake.set()
+            if self._see(newest):
+                assert newest is not None
                 await asyncio.to_thread(self._exchange.remove_weights, before=newest - 1)
             if trained is not None and trained > self._trained:
                 self._trained = trained
                 self.sink.trained(trained)
-                self._on_event("trained", {"step": trained})
+                self._tell("trained", {"step": trained})
                 self._wake.set()
-                await self._manager.apply_retention()
+                await self._retain()
             await asyncio.sleep(self._poll_s)
+
+    def _see(self, newest: int | None) -> bool:
+        """Take up a version that is published; whether it is new."""
+        if newest is None or newest == self._published:
+            return False
+        self.dispatcher.on_version_pending(newest)
+        self._published = self._policy.version = newest
+        self._wake.set()
+        return True
 
     def _pump(self) -> None:
         """Dispatch, once this lineage has weights to sample with."""

@@ -47,18 +47,22 @@ class Pins:
         """The files that were there when the checkpoint was cut. `missing` are those that were not."""
         return tuple(self._pins)
 
-    def link_back(self, files: Iterable[str]) -> dict[str, str | Exception]:
+    def pin(self, file: str) -> Pin:
+        """What the manifest says of one of `files`."""
+        return self._pins[file]
+
+    def link_back(self, files: Iterable[str], *, dry_run: bool = False) -> dict[str, str | Exception]:
         """Give `files` their names in the store again, in one batch; copied where links do not reach.
 
         Per file: "present", "linked", "copied" or "replaced"; FileNotFoundError if it is not pinned and not
         there, CorruptPayloadError if the pin is not what was saved. Files saved with `pin="skip"` have no
-        pin: they are "present" or gone.
+        pin: they are "present" or gone. `dry_run` says what would be done, "linked" for a copy too, and
+        touches nothing.
         """
         wanted = list(dict.fromkeys(files))
         known = [file for file in wanted if file in self._pins]
         asked = [(file, self._pins[file].size, self._pins[file].checksums) for file in known]
-        # A checkpoint of no waiting work has no directory of pins.
-        results = self._store.link_back(self._directory, asked, copy=self._copy) if asked else []
+        results = self._store.link_back(self._directory, asked, copy=self._copy, dry_run=dry_run)
         answers: dict[str, str | Exception] = dict(zip(known, results, strict=True))
         for file in wanted:
             if file not in answers:

@@ -13,9 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from .resume import LOST, pin_set, survivors
+from .resume import LOST, HasPayloads, missing_rollouts, pin_set, survivors
 from .segment import FieldSpec, PayloadSegment
-from .store import PayloadStore
 from .types import OpenGroup, QueuedTrace, StoredEpisode, StoredSample, StoredTrace, is_stale
 
 FORMAT = 1
@@ -75,29 +74,27 @@ class Restored(msgspec.Struct):
     report: RestoreReport
     dropped: dict[str, list[str]]
     """Ids (of traces and episodes) by outcome; `..._gone` are those whose payload is."""
+    by_env: dict[str, Counter[str]]
+    """The counts of the report by environment, but for those of files."""
 
 
 def restore(
     state: Any,
     *,
-    store: PayloadStore,
+    store: HasPayloads,
     step: int,
-    max_off_policy_steps: int,
+    max_off_policy_steps: int | None,
     fields: Mapping[str, FieldSpec],
     environments: frozenset[str] | None,
     pins: LinkBack | None,
 ) -> Restored:
-    """Blocking; run it off the event loop. `step`: the next batch (N + 1 for checkpoint N).
+    """Blocking; run it off the event loop. `step`: the next batch (N + 1 for checkpoint N). With None
+    for `max_off_policy_steps` nothing is stale.
 
     ValueError for a format this version does not read, for a state with a part missing, and for work of an
     environment that is no longer configured.
     """
     saved = _decode(state)
-    report = RestoreReport(
-        queued_in_checkpoint=len(saved.queue),
-        members_in_checkpoint=sum(len(members) for _, _, members in saved.groups),
-        groups_in_checkpoint=len(saved.groups),
-    )
     if environments is not None:
         unknown = {t.env_name for t in saved.queue} | {group.env_name for _, group, _ in saved.groups}
         unknown -= environments
@@ -106,8 +103,12 @@ def restore(
                 f"the checkpoint holds work of environments {sorted(unknown)} that are not configured "
                 f"(configured: {sorted(environments)}): add them, or start a new run"
             )
-    dropped: dict[str, list[str]] = {}
-    judge = _Judge(store, step, max_off_policy_steps, fields, report, dropped)
+    judge = _Judge(store, step, max_off_policy_steps, fields)
+    for trace in saved.queue:
+        judge.count("queued_in_checkpoint", trace.env_name)
+    for _, group, members in saved.groups:
+        judge.count("groups_in_checkpoint", group.env_name)
+        judge.count("members_in_checkpoint", group.env_name, len(members))
     queue = judge.in_time("queued", saved.queue)
     grouped = {group_id: judge.in_time("members", members) for group_id, _, members in saved.groups}
     members = [member for members in grouped.values() for member in members]
@@ -123,9 +124,15 @@ def restore(
         group_id: msgspec.structs.replace(group, members=remaining.get(group_id, []), dispatch_version=None)
         for group_id, group, _ in saved.groups
     }
-    report.queued_kept, report.members_kept = len(queue), len(kept)
+    for trace in queue:
+        judge.count("queued_kept", trace.env_name)
+    for group in groups.values():
+        missing = missing_rollouts(group)
+        judge.count("members_kept", group.env_name, len(group.members))
+        judge.count("groups_complete", group.env_name, missing == 0)
+        judge.count("rollouts_requested", group.env_name, missing)
     arrival = max([saved.arrival, *(trace.arrival + 1 for trace in queue)])
-    return Restored(queue, groups, arrival, saved.counters, report, dropped)
+    return Restored(queue, groups, arrival, saved.counters, judge.report, judge.dropped, judge.by_env)
 
 
 class _Saved(msgspec.Struct):
@@ -153,29 +160,33 @@ def _decode(state: Any) -> _Saved:
 class _Judge:
     def __init__(
         self,
-        store: PayloadStore,
+        store: HasPayloads,
         step: int,
-        max_off_policy_steps: int,
+        max_off_policy_steps: int | None,
         fields: Mapping[str, FieldSpec],
-        report: RestoreReport,
-        dropped: dict[str, list[str]],
     ) -> None:
-        self._store, self._step, self._off_policy = store, step, max_off_policy_steps
-        self._fields, self._report, self._dropped = fields, report, dropped
+        self._store, self._step, self._off_policy, self._fields = store, step, max_off_policy_steps, fields
+        self.report = RestoreReport()
+        self.dropped: dict[str, list[str]] = {}
+        self.by_env: dict[str, Counter[str]] = {}
 
-    def _count(self, kind: str, n: int) -> None:
-        setattr(self._report, kind, getattr(self._report, kind) + n)
+    def count(self, kind: str, env_name: str | None, n: int = 1) -> None:
+        setattr(self.report, kind, getattr(self.report, kind) + n)
+        if env_name is not None:
+            self.by_env.setdefault(env_name, Counter())[kind] += n
 
     def _drop(self, kind: str, work: QueuedTrace | StoredEpisode) -> None:
-        self._dropped.setdefault(kind, []).append(_name(work))
-        self._count(kind, 1)
+        self.dropped.setdefault(kind, []).append(_name(work))
+        self.count(kind, work.env_name)
 
     def in_time(self, kind: str, work: Sequence[W]) -> list[W]:
         kept = []
         for item in work:
             if item.policy is not None and item.policy.end >= self._step:
                 self._drop(f"{kind}_too_new", item)
-            elif is_stale(item.policy, step=self._step, max_off_policy_steps=self._off_policy):
+            elif self._off_policy is not None and is_stale(
+                item.policy, step=self._step, max_off_policy_steps=self._off_policy
+            ):
                 self._drop(f"{kind}_stale", item)
             else:
                 kept.append(item)
@@ -186,17 +197,17 @@ class _Judge:
         for result in pins.link_back(sorted(pin_set(work))).values():
             outcomes["lost" if isinstance(result, Exception) else result] += 1
         for outcome, n in outcomes.items():
-            self._count(f"files_{outcome}", n)
+            self.count(f"files_{outcome}", None, n)
 
     def present(self, kind: str, work: Sequence[W]) -> list[W]:
-        kept, lost = survivors(work, store=self._store, fields=self._fields, without=_without)
-        self._count("optional_fields_lost", lost["optional"])
-        for reason in LOST:
-            self._count(f"{kind}_{reason}", lost[reason])
-        names = {_name(item) for item in kept}
-        gone = [name for name in map(_name, work) if name not in names]
-        if gone:
-            self._dropped[f"{kind}_gone"] = gone
+        def lost(item: W, why: str) -> None:
+            if why not in LOST:
+                self.count("optional_fields_lost", item.env_name)
+                return
+            self.dropped.setdefault(f"{kind}_gone", []).append(_name(item))
+            self.count(f"{kind}_{why}", item.env_name)
+
+        kept, _ = survivors(work, store=self._store, fields=self._fields, without=_without, on_loss=lost)
         return kept
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from .segment import FieldSpec, PayloadSegment, byte_range
-from .store import PayloadStore
+from .store import Probe
 from .types import OpenGroup
 
 T = TypeVar("T")
@@ -27,15 +27,28 @@ class HasSegments(Protocol):
         ...
 
 
+class HasPayloads(Protocol):
+    """Where segments are looked for: a `PayloadStore`, or what one is going to be."""
+
+    def probe(self, asked: Sequence[PayloadSegment]) -> Probe:
+        """As `PayloadStore.probe`."""
+        ...
+
+    def checksums(self, files: Sequence[str]) -> list[frozenset[str]]:
+        """As `PayloadStore.checksums`."""
+        ...
+
+
 S = TypeVar("S", bound=HasSegments)
 
 
 def survivors(
     items: Sequence[S],
     *,
-    store: PayloadStore,
+    store: HasPayloads,
     fields: Mapping[str, FieldSpec] | None = None,
     without: Callable[[S, frozenset[PayloadSegment]], S] | None = None,
+    on_loss: Callable[[S, str], object] = lambda item, why: None,
 ) -> tuple[list[S], Counter[str]]:
     """The items whose required segments can be read, in order, and a count of what became of the others.
 
@@ -43,8 +56,9 @@ def survivors(
     read and the GIL is released. The report counts, per dropped item, one of "missing" (a file is gone),
     "short" (it ends before a segment) or "corrupt" (its header is not the one the segment was made from), and
     per item that lost only fields whose `FieldSpec.required` is false, "optional": such an item is replaced by
-    `without(item, lost segments)`. Fields not in `fields` are required. An error that is not an answer (EACCES,
-    EIO, ESTALE, ...) is raised: nothing may be dropped because of it.
+    `without(item, lost segments)`. Fields not in `fields` are required. `on_loss(item, why)` is told of each
+    item that is counted. An error that is not an answer (EACCES, EIO, ESTALE, ...) is raised: nothing may be
+    dropped because of it.
     """
     verdicts = _judge({segment for item in items for segment in item.segments()}, store)
     kept: list[S] = []
@@ -53,12 +67,15 @@ def survivors(
         lost = [(verdicts[segment], segment) for segment in item.segments() if verdicts[segment]]
         fatal = [verdict for verdict, segment in lost if _required(segment.field, fields)]
         if fatal:
-            report[min(fatal, key=LOST.index)] += 1
+            why = min(fatal, key=LOST.index)
         elif lost and without is not None:
-            report["optional"] += 1
+            why = "optional"
             kept.append(without(item, frozenset(segment for _, segment in lost)))
         else:
             kept.append(item)
+            continue
+        report[why] += 1
+        on_loss(item, why)
     return kept, report
 
 
@@ -79,19 +96,20 @@ def pin_set(items: Iterable[HasSegments]) -> dict[str, list[PayloadSegment]]:
 class Ledger:
     """Who needs which payload file: a count of holders per file, on the event loop's thread only.
 
-    `bytes` is the size of all held files together, as far as their segments tell.
-
-    Work holds its files while it waits, a snapshot holds them while it is written, a shipped batch until
-    it was trained. A file whose last holder let go waits in the ledger until `take_free`.
+    Work holds its files while it waits, a shipped batch until it was trained. While a snapshot is open (from the
+    cut until its save is over), files whose last holder lets go wait for it: so a cut costs nothing per file, and
+    releases wait for saves. A file that nobody needs any more waits in the ledger until `take_free`.
     """
 
     def __init__(self) -> None:
-        self._holders: Counter[str] = Counter()
-        self._versions: Counter[int] = Counter()
+        self._holders: dict[str, int] = {}  # 0: only an open snapshot needs it
         self._sizes: dict[str, int] = {}
+        self._versions: Counter[int] = Counter()
         self._shipped: dict[int, tuple[str, ...]] = {}
+        self._snapshots: list[set[str]] = []  # open ones, the oldest first; what was let go since
         self._free: set[str] = set()
         self.bytes = 0
+        """The size of all files in the ledger together, as far as their segments tell."""
 
     def __contains__(self, file: str) -> bool:
         return file in self._holders
@@ -100,7 +118,7 @@ class Ledger:
         return len(self._holders)
 
     def files(self) -> set[str]:
-        """Every file somebody holds: the roots of a sweep."""
+        """Every file that is needed: the roots of a sweep."""
         return set(self._holders)
 
     def hold(self, segments: Iterable[PayloadSegment]) -> tuple[str, ...]:
@@ -109,35 +127,47 @@ class Ledger:
         for segment in segments:
             sizes[segment.file] = max(byte_range(segment)[1], sizes.get(segment.file, 0))
         for file, size in sizes.items():
-            if not self._holders[file]:
+            if file not in self._holders:
+                self._holders[file] = self._sizes[file] = 0
                 self._versions[version_of(file)] += 1
-                self._sizes[file] = 0
+                self._free.discard(file)
             self._holders[file] += 1
             if size > self._sizes[file]:
                 self.bytes += size - self._sizes[file]
                 self._sizes[file] = size
-            self._free.discard(file)
         return tuple(sizes)
 
     def release(self, files: Iterable[str]) -> None:
         """One holder less for each file."""
         for file in files:
-            left = self._holders[file] - 1
-            assert left >= 0, f"{file} released more often than held"
-            if left:
-                self._holders[file] = left
-                continue
-            del self._holders[file]
-            self.bytes -= self._sizes.pop(file)
-            self._free.add(file)
-            version = version_of(file)
-            self._versions[version] -= 1
-            if not self._versions[version]:
-                del self._versions[version]
+            assert self._holders.get(file), f"{file} released more often than held"
+            self._holders[file] -= 1
+            if not self._holders[file]:
+                if self._snapshots:
+                    self._snapshots[-1].add(file)
+                else:
+                    self._let_go(file)
 
     def discard(self, segments: Iterable[PayloadSegment]) -> None:
-        """Files that came with work nobody takes: free at once, unless somebody holds them."""
+        """Files that came with work nobody takes: free at once, unless somebody needs them."""
         self.release(self.hold(segments))
+
+    def open_snapshot(self) -> set[str]:
+        """From now on nothing is free that is held now, until `close_snapshot` gets this back."""
+        snapshot: set[str] = set()
+        self._snapshots.append(snapshot)
+        return snapshot
+
+    def close_snapshot(self, snapshot: set[str]) -> None:
+        """The snapshot is saved, or has failed. What waited for it waits for older ones that are still open."""
+        at = next(i for i, known in enumerate(self._snapshots) if known is snapshot)
+        del self._snapshots[at]
+        if at:
+            self._snapshots[at - 1] |= snapshot
+            return
+        for file in snapshot:
+            if self._holders.get(file) == 0:
+                self._let_go(file)
 
     def ship(self, step: int, held: Iterable[str]) -> None:
         """Holds that pass to batch `step`, until `trained`."""
@@ -153,14 +183,28 @@ class Ledger:
         """The steps shipped and not yet trained."""
         return sorted(self._shipped)
 
+    @property
+    def has_free(self) -> bool:
+        """Whether `take_free` would return any."""
+        return bool(self._free)
+
     def take_free(self) -> list[str]:
-        """The files nobody holds any more; the caller reclaims them."""
+        """The files nobody needs any more; the caller reclaims them."""
         free, self._free = sorted(self._free), set()
         return free
 
     def oldest_version(self) -> int | None:
-        """The least k over the `v<k>` of held files."""
+        """The least k over the `v<k>` of needed files."""
         return min(self._versions, default=None)
+
+    def _let_go(self, file: str) -> None:
+        del self._holders[file]
+        self.bytes -= self._sizes.pop(file)
+        self._free.add(file)
+        version = version_of(file)
+        self._versions[version] -= 1
+        if not self._versions[version]:
+            del self._versions[version]
 
 
 def version_of(file: str) -> int:
@@ -176,7 +220,7 @@ def _required(field: str, fields: Mapping[str, FieldSpec] | None) -> bool:
     return True if spec is None else spec.required
 
 
-def _judge(segments: set[PayloadSegment], store: PayloadStore) -> dict[PayloadSegment, str]:
+def _judge(segments: set[PayloadSegment], store: HasPayloads) -> dict[PayloadSegment, str]:
     """What is wrong with each segment: "" or one of LOST."""
     ordered = list(segments)
     probe = store.probe(ordered)

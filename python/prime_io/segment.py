@@ -46,6 +46,7 @@ __all__ = [
     "row_bytes",
     "shift",
     "visible",
+    "whole_tensor",
     "widens",
 ]
 
@@ -159,6 +160,14 @@ def check(segment: PayloadSegment, *, negative_pos: bool = False) -> int:
     except (ValueError, TypeError) as e:
         raise ValueError(f"segment of {segment.field!r} in {segment.file!r}: {e}") from None
     return width
+
+
+def whole_tensor(
+    field: str, file: str, dtype: str, shape: tuple[int, ...], offset: int, checksum: str, *, pos: int = 0
+) -> PayloadSegment:
+    """The segment of a whole tensor of full `shape`; one without axes is a single row."""
+    rows, row = (shape[0], shape[1:]) if shape else (1, ())
+    return PayloadSegment(field, file, offset, pos, rows, dtype, row, checksum)
 
 
 @lru_cache(maxsize=1024)

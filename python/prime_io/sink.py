@@ -11,7 +11,7 @@ import heapq
 import inspect
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -42,6 +42,10 @@ from .types import (
 log = logging.getLogger("prime_io.sink")
 
 T = TypeVar("T")
+
+
+class EpisodeRefusedError(ValueError):
+    """An episode that this sink must not take: of another lineage, of an unpublished policy, or one too many."""
 
 
 class TrainSink:
@@ -108,16 +112,17 @@ class TrainSink:
         self._queued_tokens = 0
         self._arrival = 0
         self._fresh_for: int | None = None
-        self._background: set[asyncio.Future[None]] = set()
-        self._failure: BaseException | None = None
+        self._unsynced: set[str] = set()
+        self._reclaiming = _Background(self._unlink)
+        self._syncing = _Background(self._sync)
 
     # -- in
 
     async def add(self, episode: Episode) -> None:
         """Take a finished episode: spill its arrays, and score its group if it was the last member.
 
-        ValueError, with nothing taken and its files reclaimed, if it is of another lineage, of a policy newer
-        than any published, or more than its group waits for.
+        EpisodeRefusedError, with nothing taken and its files reclaimed, if it is of another lineage, of a
+        policy newer than any published, or more than its group waits for.
         """
         self._raise_failure()
         payload = [segment for t in episode.traces for sample in t.samples for segment in sample.payload]
@@ -125,7 +130,7 @@ class TrainSink:
         if refusal:
             self.counters["refused"] += 1
             self.discard(payload)
-            raise ValueError(f"episode {episode.id}: {refusal}")
+            raise EpisodeRefusedError(f"episode {episode.id}: {refusal}")
         if episode.kind == "eval":
             self.counters["eval"] += 1
             self.discard(payload)
@@ -254,32 +259,31 @@ class TrainSink:
         group.scoring = True
         g = group.open
         members = g.members[: g.target]
-        self.counters["owed"] += g.target
         fresh = [m for m in members if not self._stale(m)]
-        self._dropped("stale_members", [t.id for m in members if self._stale(m) for t in m.traces])
-        self._dropped("unscored", [t.id for m in fresh for t in m.traces if not t.ok or t.reward is None])
         traces = [(m, t) for m in fresh for t in m.traces if t.ok and t.reward is not None]
+        stale = {t.id for m in members for t in m.traces} - {t.id for m in fresh for t in m.traces}
+        unscored = {t.id for m in fresh for t in m.traces} - {t.id for _, t in traces}
         scored: list[StoredTrace] = []
-        if traces:
-            try:
+        try:
+            if traces:
                 scored = await self._advantages(group_id, [t for _, t in traces], g.dispatch_version or 0)
-            except BaseException:
-                group.scoring = False
-                raise
-        rewards = [float(t.reward) for t in scored if t.reward is not None]
+        finally:
+            group.scoring = False
+        # From here on without an await: a cut sees the group open with all its members, or scored.
+        self.counters["owed"] += g.target
+        self._dropped("stale_members", sorted(stale))
+        self._dropped("unscored", sorted(unscored))
         if scored:
             self.counters["groups_scored"] += 1
             if self.on_result is not None:
+                rewards = [t.reward for t in scored if t.reward is not None]
                 self.on_result(ScoredGroup(group_id, g.env_name, g.task, g.step, rewards))
         else:
             self.counters["groups_empty"] += 1
-        queued: list[str] = []
         for (member, _), trace in zip(traces, scored, strict=True):
-            queued += self._enqueue(member, trace)
+            self._enqueue(member, trace)
         self._forget(group_id, group)
         self._reclaim()
-        if queued:
-            self._spawn(self._sync(queued))
 
     async def _advantages(
         self, group_id: str, traces: Sequence[StoredTrace], version: int
@@ -299,11 +303,11 @@ class TrainSink:
             columns.with_advantages, traces, advantages, version=version, store=self.store
         )
 
-    def _enqueue(self, member: StoredEpisode, trace: StoredTrace) -> Iterable[str]:
+    def _enqueue(self, member: StoredEpisode, trace: StoredTrace) -> None:
         if self._filter_zero_advantages and all(s.advantage == 0.0 for s in trace.samples):
             self._dropped("zero_advantage", [trace.id])
             self.ledger.discard(segment for sample in trace.samples for segment in sample.segments())
-            return ()
+            return
         queued = QueuedTrace(
             trace_id=trace.id,
             episode_id=member.id,
@@ -317,15 +321,16 @@ class TrainSink:
             samples=trace.samples,
         )
         self._arrival += 1
-        return self._push(queued)
+        self._push(queued)
 
-    def _push(self, trace: QueuedTrace) -> tuple[str, ...]:
+    def _push(self, trace: QueuedTrace) -> None:
         held = self.ledger.hold(trace.segments())
         heapq.heappush(self._queue, _Queued(trace, msgspec.Raw(_encoder.encode(trace)), held))
         self._queued_tokens += trace.n_tokens
         if self._stale(trace):
             self._fresh_for = None
-        return held
+        self._unsynced.update(held)
+        self._syncing.start()
 
     def _forget(self, group_id: str, group: _Group) -> None:
         del self._groups[group_id]
@@ -334,7 +339,7 @@ class TrainSink:
         if self.on_consumed is not None:
             self.on_consumed(group_id)
 
-    def _stale(self, work: StoredEpisode | QueuedTrace) -> bool:
+    def _stale(self, work: StoredEpisode | QueuedTrace | _Queued) -> bool:
         return is_stale(work.policy, step=self.progress.step, max_off_policy_steps=self._max_off_policy_steps)
 
     # -- out
@@ -359,7 +364,11 @@ class TrainSink:
 
     def queued_trace_ids(self) -> list[str]:
         """The ids of the queue, in batch order."""
-        return [q.trace.trace_id for q in sorted(self._queue)]
+        return [queued.trace_id for queued in sorted(self._queue, key=_Queued.order)]
+
+    def queued_files(self) -> dict[str, tuple[str, ...]]:
+        """The files of every queued trace."""
+        return {queued.trace_id: queued.held for queued in self._queue}
 
     def ready(self) -> bool:
         """Whether the queue, without what is stale for the next batch, can fill a batch."""
@@ -373,10 +382,10 @@ class TrainSink:
         step, taken, tokens = self.progress.step, list[_Queued](), 0
         while self._queue and not self._full(len(taken), tokens):
             taken.append(self._pop())
-            tokens += taken[-1].trace.n_tokens
+            tokens += taken[-1].n_tokens
         for queued in taken:
             self.ledger.ship(step, queued.held)
-        traces = [queued.trace for queued in taken]
+        traces = [queued.trace() for queued in taken]
         files = sorted({file for queued in taken for file in queued.held})
         self.progress.step += 1
         self.progress.total_tokens += tokens
@@ -393,7 +402,7 @@ class TrainSink:
 
     def _pop(self) -> _Queued:
         queued = heapq.heappop(self._queue)
-        self._queued_tokens -= queued.trace.n_tokens
+        self._queued_tokens -= queued.n_tokens
         return queued
 
     def _drop_stale(self) -> None:
@@ -401,15 +410,15 @@ class TrainSink:
         if self._fresh_for == self.progress.step:
             return
         self._fresh_for = self.progress.step
-        stale = [queued for queued in self._queue if self._stale(queued.trace)]
+        stale = [queued for queued in self._queue if self._stale(queued)]
         if not stale:
             return
-        self._queue = [queued for queued in self._queue if not self._stale(queued.trace)]
+        self._queue = [queued for queued in self._queue if not self._stale(queued)]
         heapq.heapify(self._queue)
         for queued in stale:
-            self._queued_tokens -= queued.trace.n_tokens
+            self._queued_tokens -= queued.n_tokens
             self.ledger.release(queued.held)
-        self._dropped("stale_queued", [queued.trace.trace_id for queued in stale])
+        self._dropped("stale_queued", [queued.trace_id for queued in stale])
         self._reclaim()
 
     def trained(self, step: int) -> None:
@@ -433,49 +442,43 @@ class TrainSink:
         self.ledger.discard(segments)
         self._reclaim()
 
-    def release(self, held: Iterable[str]) -> None:
-        """Give back what `ledger.hold` returned (a snapshot's hold) and reclaim what nobody needs now."""
-        self.ledger.release(held)
+    def close_snapshot(self, snapshot: set[str]) -> None:
+        """The save of a cut is over, well or not: reclaim what waited for it and nobody needs now."""
+        self.ledger.close_snapshot(snapshot)
         self._reclaim()
 
     def _reclaim(self) -> None:
-        free = self.ledger.take_free()
-        if free:
-            self._spawn(self._unlink(free))
+        if self.ledger.has_free:
+            self._reclaiming.start()
 
-    async def _unlink(self, files: Sequence[str]) -> None:
-        for file, result in zip(files, await asyncio.to_thread(self.store.reclaim, files), strict=True):
-            if isinstance(result, Exception):
-                self.counters["reclaim_failed"] += 1
-                log.warning("reclaiming %s failed; a later sweep takes it: %s", file, result)
-            elif result >= 0:
-                self.counters["reclaimed"] += 1
+    async def _unlink(self) -> None:
+        while files := self.ledger.take_free():
+            results = await asyncio.to_thread(self.store.reclaim, files)
+            for file, result in zip(files, results, strict=True):
+                if isinstance(result, Exception):
+                    self.counters["reclaim_failed"] += 1
+                    log.warning("reclaiming %s failed; a later sweep takes it: %s", file, result)
+                elif result >= 0:
+                    self.counters["reclaimed"] += 1
 
-    async def _sync(self, files: Sequence[str]) -> None:
+    async def _sync(self) -> None:
         """Make files of queued traces durable in the background, so that a checkpoint has little left to do."""
-        for file, error in zip(files, await asyncio.to_thread(self.store.sync, files), strict=True):
-            if error is not None and file in self.ledger:
-                self.counters["sync_failed"] += 1
-                log.warning("fdatasync of %s failed; a save that pins it will say so: %s", file, error)
-
-    def _spawn(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Future[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
+        while self._unsynced:
+            files, self._unsynced = sorted(self._unsynced), set()
+            for file, error in zip(files, await asyncio.to_thread(self.store.sync, files), strict=True):
+                if error is not None and file in self.ledger:
+                    self.counters["sync_failed"] += 1
+                    log.warning("fdatasync of %s failed; a save that pins it will say so: %s", file, error)
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError("background work of the sink failed") from self._failure
+        for work in (self._reclaiming, self._syncing):
+            if work.failure is not None:
+                raise RuntimeError("background work of the sink failed") from work.failure
 
     async def drain(self) -> None:
         """Wait for background reclaims and syncs."""
-        while self._background:
-            await asyncio.gather(*self._background, return_exceptions=True)
+        await self._syncing.wait()
+        await self._reclaiming.wait()
         self._raise_failure()
 
     async def discard_all(self) -> None:
@@ -491,12 +494,19 @@ class TrainSink:
 
     # -- state
 
+    def queued_blobs(self) -> list[msgspec.Raw]:
+        """The queued traces, in no order, as each was encoded when it was scored."""
+        return [queued.blob for queued in self._queue]
+
+    def open_members(self) -> list[StoredEpisode]:
+        """The finished members of all open groups."""
+        return [member for group in self._groups.values() for member, _, _ in group.members]
+
     def work(self) -> Iterator[QueuedTrace | StoredEpisode]:
         """Everything a snapshot has to pin: queued traces and members of open groups."""
         for queued in self._queue:
-            yield queued.trace
-        for group in self._groups.values():
-            yield from group.open.members
+            yield queued.trace()
+        yield from self.open_members()
 
     def state_dict(self, open_groups: Mapping[str, OpenGroup]) -> dict[str, Any]:
         """The sink at this instant, as msgpack types; no await, no I/O.
@@ -518,7 +528,7 @@ class TrainSink:
             "format": restore.FORMAT,
             "arrival": self._arrival,
             "counters": dict(self.counters),
-            "queue": [queued.blob for queued in sorted(self._queue)],
+            "queue": self.queued_blobs(),
             "groups": [[group_id, group, members[group_id]] for group_id, group in groups.items()],
         }
 
@@ -553,12 +563,9 @@ class TrainSink:
         requests = []
         for group_id, group in list(self._groups.items()):
             if group.complete:
-                restored.report.groups_complete += 1
                 await self._score(group_id, group)
             else:
-                missing = missing_rollouts(group.open)
-                restored.report.rollouts_requested += missing
-                requests.append(self._ask_again(group_id, group, missing))
+                requests.append(self._ask_again(group_id, group, missing_rollouts(group.open)))
         log.info("restored: %s", restored.report)
         return restored.report, requests
 
@@ -583,19 +590,51 @@ class _Group:
 
 
 class _Queued:
-    """A heap entry: the trace, its encoded form (made once) and its hold."""
+    """A queued trace, kept in its encoded form alone: thousands wait, and they are only looked at again when a
+    batch or a checkpoint is made."""
 
-    __slots__ = ("blob", "held", "key", "trace")
+    __slots__ = ("blob", "held", "key", "n_tokens", "policy", "trace_id")
 
     def __init__(self, trace: QueuedTrace, blob: msgspec.Raw, held: tuple[str, ...]) -> None:
-        self.trace, self.blob, self.held = trace, blob, held
+        self.blob, self.held = blob, held
         self.key = (trace.version, trace.arrival)
+        self.trace_id, self.n_tokens, self.policy = trace.trace_id, trace.n_tokens, trace.policy
+
+    def trace(self) -> QueuedTrace:
+        return _decoder.decode(self.blob)
+
+    def order(self) -> tuple[int, int]:
+        return self.key
 
     def __lt__(self, other: _Queued) -> bool:
         return self.key < other.key
 
 
+class _Background:
+    """One task at a time that does all there is to do; `start` while it runs is seen by its loop."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._work = work
+        self._task: asyncio.Task[None] | None = None
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        if self._task is None and self.failure is None:
+            self._task = asyncio.ensure_future(self._work())
+            self._task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled():
+            self.failure = task.exception()
+
+    async def wait(self) -> None:
+        while self._task is not None:
+            await asyncio.wait([self._task])
+
+
 _encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(QueuedTrace)
 
 
 def _without_traces(episode: Episode, error: str) -> Episode:

@@ -20,11 +20,12 @@ import numpy.typing as npt
 from prime_io import _native
 from prime_io._native import CorruptPayloadError
 from prime_io.gather import Array, Gather, Ragged, Valid, gather_many, gather_ragged
-from prime_io.segment import PayloadSegment, byte_range, check
+from prime_io.segment import PayloadSegment, byte_range, check, whole_tensor
 from prime_io.sweep import GRACE_S, SweepReport, sweep
-from prime_io.tensors import to_bytes
+from prime_io.tensors import field_bytes
+from prime_io.writer import FILLER, PayloadWriter
 
-__all__ = ["CorruptPayloadError", "Gather", "PayloadStore", "Probe", "Ragged", "SweepReport"]
+__all__ = ["CorruptPayloadError", "Gather", "PayloadStore", "PayloadWriter", "Probe", "Ragged", "SweepReport"]
 
 
 _ANSWERS: Final = (0, errno.ENOENT, errno.ENODATA, errno.EINVAL)
@@ -132,9 +133,10 @@ class PayloadStore:
 
         As `write`. A mapping that is no set of tensors raises at once, before anything is written.
         """
-        if not 0 <= version < 2**63:
-            raise ValueError(f"version is {version}: it counts training steps, from 0")
-        files = [(version, [_tensor(name, obj) for name, obj in tensors.items()]) for tensors in batch]
+        _check_version(version)
+        files = [
+            (version, [(name, *field_bytes(name, obj)) for name, obj in tensors.items()]) for tensors in batch
+        ]
         if any(not tensors for _, tensors in files):
             raise ValueError("no tensors to write: a sample without payload needs no file")
         results: list[dict[str, PayloadSegment] | Exception] = []
@@ -145,13 +147,21 @@ class PayloadStore:
             file, places = result
             results.append(
                 {
-                    name: _segment(name, file, dtype, shape, offset, checksum)
+                    name: whole_tensor(name, file, dtype, shape, offset, checksum)
                     for (name, dtype, shape, _), (offset, checksum) in zip(tensors, places, strict=True)
                 }
             )
             if durable:
                 self._durable.add(file)
         return results
+
+    def writer(self, *, version: int) -> PayloadWriter:
+        """A writer that takes rows append by append, for traces that grow turn by turn.
+
+        Its files go to `v<version>`; see `PayloadWriter`. It stays usable when this store is closed.
+        """
+        _check_version(version)
+        return PayloadWriter(self.native.writer(version))
 
     def sync(self, files: Iterable[str]) -> list[OSError | None]:
         """Make the bytes of published files durable, and remember it; one result per file.
@@ -174,15 +184,17 @@ class PayloadStore:
     def segments(self, file: str) -> dict[str, PayloadSegment]:
         """A segment per tensor of any safetensors file in the store, by its header.
 
-        So files of other writers are read by handle too. They start at `pos` 0. FileNotFoundError if it is
-        gone, CorruptPayloadError if it is no safetensors file or its size does not fit its header.
+        So files of other writers are read by handle too. They start at `pos` 0 and have the names of their
+        tensors, `<field>.<n>` in the file of a `PayloadWriter`, whose fillers are left out. FileNotFoundError
+        if it is gone, CorruptPayloadError if it is no safetensors file or its size does not fit its header.
         """
         [result] = self.native.header([file])
         if isinstance(result, Exception):
             raise result
         return {
-            name: _segment(name, file, dtype, shape, offset, checksum)
+            name: whole_tensor(name, file, dtype, shape, offset, checksum)
             for name, dtype, shape, offset, _, checksum in result[1]
+            if not name.startswith(FILLER)
         }
 
     def read(self, segment: PayloadSegment, *, out: object = None, verify: bool = False) -> Array:
@@ -311,12 +323,13 @@ class PayloadStore:
     def reclaim(self, files: Iterable[str]) -> list[int | Exception]:
         """Unlink files that nobody holds; per file the bytes freed, -1 if it was gone, or the exception.
 
+        Only files of version directories, `v<k>/<name>`: anything else is a ValueError in its place.
         PermissionError if this object is not the owner.
         """
         names = list(files)
-        done = iter(self.native.reclaim([f for f in names if "/" in f]))
+        results = self.native.reclaim(names)
         self._durable.difference_update(names)
-        return [next(done) if "/" in f else _no_payload(f) for f in names]
+        return results
 
     def link_back(
         self,
@@ -324,15 +337,19 @@ class PayloadStore:
         files: Sequence[tuple[str, int, Sequence[str]]],
         *,
         copy: bool = False,
+        dry_run: bool = False,
     ) -> list[str | Exception]:
         """Give pinned files their names in the store again: each (file, size, checksums) of directory `pins`.
 
         Per file "present" (same inode, or same size and checksums), "linked", "copied", "replaced"
         (something else had the name), or the exception: CorruptPayloadError for a pin of another size or
-        without one of the checksums, FileNotFoundError if there is neither pin nor file.
+        without one of the checksums, FileNotFoundError if there is neither pin nor file, ValueError for a name
+        that is not `v<k>/<name>`. `dry_run` says what would be done, "linked" for a copy too, and touches
+        nothing.
         """
-        done = iter(self.native.link_back(os.fspath(pins), [f for f in files if "/" in f[0]], copy=copy))
-        results = [next(done) if "/" in f else _no_payload(f) for f, _, _ in files]
+        results = self.native.link_back(os.fspath(pins), files, copy=copy, dry_run=dry_run)
+        if dry_run:
+            return results
         # A pin was made durable before its checkpoint was; a link to it has the same bytes.
         linked = [f for (f, _, _), r in zip(files, results, strict=True) if r == "linked"]
         self._durable.update(linked)
@@ -391,21 +408,6 @@ def _whole(segment: PayloadSegment, out: object = None) -> Gather:
     return Gather(segments=[at_zero], field=segment.field, lo=0, hi=segment.rows, out=out)
 
 
-def _tensor(name: str, obj: object) -> tuple[str, str, tuple[int, ...], memoryview]:
-    try:
-        return name, *to_bytes(obj)
-    except (ValueError, TypeError) as e:
-        raise type(e)(f"field {name!r}: {e}") from None
-
-
-def _segment(
-    name: str, file: str, dtype: str, shape: tuple[int, ...], offset: int, checksum: str
-) -> PayloadSegment:
-    """The segment of a whole tensor; one without axes is a single row."""
-    rows, row = (shape[0], shape[1:]) if shape else (1, ())
-    return PayloadSegment(name, file, offset, 0, rows, dtype, row, checksum)
-
-
-def _no_payload(file: str) -> ValueError:
-    """STORE and LOCK lie beside the version directories: no name from data may mean them."""
-    return ValueError(f"{file!r} is no payload file: those lie in the store's version directories")
+def _check_version(version: int) -> None:
+    if not 0 <= version < 2**63:
+        raise ValueError(f"version is {version}: it counts training steps, from 0")

@@ -28,6 +28,7 @@ __all__ = [
     "SAFETENSORS",
     "as_torch",
     "destination",
+    "field_bytes",
     "fill_item",
     "from_buffer",
     "layout",
@@ -81,6 +82,14 @@ def to_bytes(obj: object) -> tuple[str, tuple[int, ...], memoryview]:
     if not array.flags.c_contiguous:
         array = array.copy(order="C")
     return name, array.shape, array.reshape(-1).view(np.uint8).data
+
+
+def field_bytes(field: str, obj: object) -> tuple[str, tuple[int, ...], memoryview]:
+    """As `to_bytes`, for the tensor of a field, which the errors name."""
+    try:
+        return to_bytes(obj)
+    except (ValueError, TypeError) as e:
+        raise type(e)(f"field {field!r}: {e}") from None
 
 
 def layout(obj: object) -> tuple[str, tuple[int, ...]]:

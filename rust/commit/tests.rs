@@ -329,7 +329,7 @@ fn the_real_filesystem_does_the_same() {
             checksums: vec![published.tensors[0].1.clone()],
         };
         let pins = checkpoints.join(format!("step_{step}/orchestrator/payloads"));
-        let back = store.link_back_path(pins.to_str().unwrap(), &[pinned], false);
+        let back = store.link_back_path(pins.to_str().unwrap(), &[pinned], false, false);
         let expect = if same { "linked" } else { "copied" };
         assert_eq!(back.unwrap().remove(0).unwrap().word(), expect);
         assert!(store.header(&ask)[0].is_ok());
@@ -353,4 +353,24 @@ fn the_real_filesystem_does_the_same() {
     assert!(out.exists());
     let names: Vec<_> = std::fs::read_dir(&checkpoints).unwrap().collect();
     assert_eq!(names.len(), 2, "only step_1 and step_2: {names:?}");
+}
+
+#[test]
+fn only_payloads_are_pinned() {
+    // Bug guarded: a queue that named "STORE" had the identity of the store linked into a checkpoint.
+    let (fs, files) = start();
+    let store = sim_store(&fs).unwrap();
+    let mut commit = begin(&fs, 2).unwrap();
+    let before = fs.files();
+    let bad = ["STORE", "LOCK", "checkpoints/step_1", "v1/x/y"];
+    let bad = bad.map(|file| (file.to_string(), false));
+    for result in commit.pin(&store, &bad, false) {
+        let error = result.unwrap_err();
+        assert!(
+            matches!(error.kind, crate::error::Kind::Invalid(_)),
+            "{error}"
+        );
+    }
+    assert_eq!(fs.files(), before);
+    assert!(commit.pin(&store, &[(files[0].clone(), false)], false)[0].is_ok());
 }

@@ -1,7 +1,8 @@
 //! Where the tensors of a new payload file go, and its header.
 
 use super::dtype::DType;
-use super::header::{HEADER_LIMIT, META_KEY, checksum_key};
+use super::header::{HEADER_LIMIT, META_KEY};
+use super::text::Text;
 use super::{ALIGN, block_count};
 use crate::{Error, Result};
 
@@ -80,8 +81,8 @@ impl Layout {
             data_start: 0,
             size: 0,
         };
-        let json = plan.json(&vec![None; plan.tensors.len()]);
-        plan.data_start = (json.len() as u64 + 8).next_multiple_of(ALIGN);
+        let text = plan.text(|_| String::new());
+        plan.data_start = (text.json_len() + lists + 8).next_multiple_of(ALIGN);
         if plan.data_start - 8 > HEADER_LIMIT {
             return wrong("", "the header would have more than 100,000,000 bytes");
         }
@@ -126,57 +127,20 @@ impl Layout {
 
     /// Everything before the data section; `checksums[i]` is the block list of tensor `i`.
     pub fn header(&self, checksums: &[String]) -> Vec<u8> {
-        let filled: Vec<_> = checksums.iter().map(|text| Some(text.as_str())).collect();
-        let json = self.json(&filled);
-        let padded = usize::try_from(self.data_start - 8).expect("bounded by HEADER_LIMIT");
-        assert!(
-            json.len() <= padded,
-            "a checksum list is longer than its tensor"
-        );
-        let mut bytes = Vec::with_capacity(padded + 8);
-        bytes.extend_from_slice(&(padded as u64).to_le_bytes());
-        bytes.extend_from_slice(json.as_bytes());
-        bytes.resize(padded + 8, b' ');
-        bytes
+        self.text(|index| checksums[index].clone())
+            .bytes(self.data_start)
     }
 
-    /// The JSON text. Lists not known yet are zeros, so that the length is that of the final text;
-    /// offsets are relative to the data section and do not depend on it.
-    fn json(&self, checksums: &[Option<&str>]) -> String {
-        let quote = |text: &str| serde_json::Value::from(text).to_string();
-        let mut meta = vec![
-            format!("{}:\"1\"", quote(super::header::FORMAT_KEY)),
-            format!("{}:\"{}\"", quote(super::header::VERSION_KEY), self.version),
-        ];
-        let mut entries = Vec::new();
+    /// The text, whose offsets are relative to the data section and do not depend on it.
+    fn text(&self, list: impl Fn(usize) -> String) -> Text {
+        let mut text = Text::new(self.version);
         let mut at = 0;
         for &index in &self.order {
             let (tensor, len) = (&self.tensors[index], self.lens[index]);
-            let zeros;
-            let list = if let Some(list) = checksums[index] {
-                list
-            } else {
-                let digits = usize::try_from(16 * block_count(len));
-                zeros = "0".repeat(digits.expect("bounded by HEADER_LIMIT"));
-                &zeros
-            };
-            meta.push(format!("{}:\"{list}\"", quote(&checksum_key(&tensor.name))));
-            let shape: Vec<_> = tensor.shape.iter().map(ToString::to_string).collect();
-            entries.push(format!(
-                "{}:{{\"dtype\":\"{}\",\"shape\":[{}],\"data_offsets\":[{at},{}]}}",
-                quote(&tensor.name),
-                tensor.dtype.name(),
-                shape.join(","),
-                at + len,
-            ));
+            text.blocks(&tensor.name, &list(index));
+            text.tensor(&tensor.name, tensor.dtype, &tensor.shape, (at, at + len));
             at += len;
         }
-        let mut text = format!("{{\"{META_KEY}\":{{{}}}", meta.join(","));
-        for entry in entries {
-            text.push(',');
-            text.push_str(&entry);
-        }
-        text.push('}');
         text
     }
 }

@@ -76,6 +76,17 @@ pub fn copy_file<F: Fs>(fs: &F, source: &F::File, to: &F::Dir, name: &str, group
     })
 }
 
+/// Creates `name` with its mode; nothing is left if that fails.
+pub fn create<F: Fs>(fs: &F, dir: &F::Dir, name: &str, group: bool) -> Io<F::File> {
+    let made = fs.create(dir, name, 0o666)?;
+    if group {
+        fs.set_mode(dir, name, GROUP_FILE).inspect_err(|_| {
+            let _ = fs.unlink(dir, name);
+        })?;
+    }
+    Ok(made)
+}
+
 /// Creates `name`, lets `fill` write it, and removes it again if that fails.
 pub fn new_file<F: Fs, T>(
     fs: &F,
@@ -84,18 +95,11 @@ pub fn new_file<F: Fs, T>(
     group: bool,
     fill: impl FnOnce(&F::File) -> Io<T>,
 ) -> Io<T> {
-    let made = fs.create(dir, name, 0o666)?;
-    let moded = if group {
-        fs.set_mode(dir, name, GROUP_FILE)
-    } else {
-        Ok(())
-    };
-    let result = moded.and_then(|()| fill(&made));
-    if result.is_err() {
+    let made = create(fs, dir, name, group)?;
+    fill(&made).inspect_err(|_| {
         // Nothing more can be done about a temporary that cannot be removed: a sweep will.
         let _ = fs.unlink(dir, name);
-    }
-    result
+    })
 }
 
 /// Opens `name` beneath `at`, making it if it is missing; a racing removal is tried against again.

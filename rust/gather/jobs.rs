@@ -5,12 +5,11 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::available_parallelism;
 
 use super::convert::{Rows, paint};
-use super::files::{Opened, open_one};
+use super::files::{Files, Opened, check_files, open_one};
 use super::plan::{Need, Plan};
 use super::read::{Check, Reader};
 use super::{Filled, Source};
 use crate::error::{Error, Result};
-use crate::format::{Header, TensorInfo, segment_checksum};
 use crate::fs::Fs;
 use crate::slab::Slab;
 use crate::threads;
@@ -145,50 +144,6 @@ pub(super) fn run<'a, F: Fs>(
         }
     };
     batch.into_iter().enumerate().map(finish).collect()
-}
-
-/// The open file of each need and what to check it against, or the first thing that is wrong.
-type Files<'a, F> = Vec<(&'a Opened<F>, Option<Check<'a>>)>;
-
-fn check_files<'a, F: Fs>(
-    plan: &Plan,
-    index: &HashMap<&str, usize>,
-    opened: &'a [Result<Opened<F>>],
-) -> Result<Files<'a, F>> {
-    let one = |need: &Need| {
-        let opened = opened[index[need.file.as_str()]]
-            .as_ref()
-            .map_err(Clone::clone)?;
-        if need.end > opened.size {
-            let (index, end, size) = (need.index, need.end, opened.size);
-            let why = format!("segment {index} ends at byte {end}, but the file has {size} bytes");
-            return Err(Error::corrupt("gather", need.file.as_str(), why));
-        }
-        let header = opened.header.as_ref().filter(|_| !need.checksum.is_empty());
-        let check = header.map(|header| find(header, need)).transpose()?;
-        Ok((opened, check))
-    };
-    plan.needs.iter().map(one).collect()
-}
-
-/// The tensor that a segment with a checksum lies in. A file without it is not the file that was written.
-fn find<'a>(header: &'a Header, need: &Need) -> Result<Check<'a>> {
-    let wrong = |why: String| Err(Error::corrupt("verify", need.file.as_str(), why));
-    let index = need.index;
-    let inside = |tensor: &&TensorInfo| need.end - tensor.offset <= tensor.len;
-    let Some(tensor) = header.tensor_at(need.start).filter(inside) else {
-        return wrong(format!("segment {index} lies in no tensor of the file"));
-    };
-    let name = &tensor.name;
-    match header.blocks(name) {
-        Some(blocks) if segment_checksum(blocks) == need.checksum => Ok(Check { tensor, blocks }),
-        Some(_) => wrong(format!(
-            "tensor {name:?} is not the one that segment {index} was made of"
-        )),
-        None => wrong(format!(
-            "tensor {name:?} has no checksum, but segment {index} has one"
-        )),
-    }
 }
 
 /// Gives a request the memory that it did not bring.

@@ -61,6 +61,7 @@ impl<F: Fs> Reader<'_, F> {
             let from = tensor.offset + block * BLOCK;
             let to = (from + BLOCK).min(tensor.offset + tensor.len);
             let inside = usize::try_from(to - at).map_or(rest.len(), |left| left.min(rest.len()));
+            assert!(inside > 0, "the rows lie in the tensor");
             let (now, later) = rest.split_at_mut(inside);
             let mut hasher = XxHash3_64::new();
             self.hash(&mut hasher, from, at, scratch)?;

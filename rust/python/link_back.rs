@@ -7,8 +7,6 @@ use super::error;
 use super::run::{Work, detached};
 use super::segments::argument;
 use super::store::Core;
-use crate::Result;
-use crate::error::Context;
 use crate::link_back::{LinkedBack, PinnedFile};
 
 /// What Python passes: (file, size, checksums).
@@ -20,6 +18,7 @@ pub(super) fn link_back<'py>(
     pins: &str,
     files: Vec<Given<'py>>,
     copy: bool,
+    dry_run: bool,
 ) -> PyResult<Bound<'py, PyList>> {
     let pinned = |(file, size, checksums): Given<'py>| {
         let size = argument(&size, &format!("the size of {file:?}"))?;
@@ -31,14 +30,9 @@ pub(super) fn link_back<'py>(
     };
     let files: PyResult<Vec<_>> = files.into_iter().map(pinned).collect();
     let files = files?;
-    let work = || -> Result<Vec<Result<LinkedBack>>> {
-        let pins = core
-            .fs()
-            .open_root(pins, false)
-            .context("link back", pins)?;
-        Ok(core.link_back(&pins, &files, copy))
-    };
-    let done = detached(py, Work::items(files.len()), |_| work())??;
+    let done = detached(py, Work::items(files.len()), |_| {
+        core.link_back_path(pins, &files, copy, dry_run)
+    })??;
     let wrap = |how: LinkedBack| Ok(how.word().into_pyobject(py)?.into_any());
     PyList::new(py, error::results(py, done, wrap)?)
 }

@@ -11,6 +11,7 @@ mod root;
 mod run;
 mod segments;
 mod store;
+mod writer;
 
 use pyo3::prelude::*;
 
@@ -32,6 +33,8 @@ mod _native {
     use super::root::Root;
     #[pymodule_export]
     use super::store::Store;
+    #[pymodule_export]
+    use super::writer::Writer;
     #[pymodule_export]
     use super::{owner_is_dead, temporary_name, xxh3};
 

@@ -18,7 +18,8 @@ struct Given {
     tensors: Vec<Tensor>,
 }
 
-struct Tensor {
+/// A tensor as Python passes it: (name, dtype, full shape, bytes).
+pub(super) struct Tensor {
     name: String,
     dtype: DType,
     shape: Vec<u64>,
@@ -26,7 +27,24 @@ struct Tensor {
 }
 
 impl Tensor {
-    fn to_write(&self) -> TensorToWrite<'_> {
+    /// `file` says which of a batch it belongs to, for messages; may be empty.
+    pub(super) fn get(file: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let (name, dtype, shape, data): (String, String, Bound<'_, PyAny>, Bound<'_, PyAny>) =
+            object.extract()?;
+        let what = format!("{file}tensor {name:?}");
+        let wrong = |why: String| PyValueError::new_err(format!("{what}: {why}"));
+        let dtype = DType::from_numpy(&dtype).map_err(|error| wrong(error.to_string()))?;
+        let shape = dims(&shape).map_err(|why| wrong(format!("its shape {why}")))?;
+        let data = Input::get(&data, &what)?;
+        Ok(Self {
+            name,
+            dtype,
+            shape,
+            data,
+        })
+    }
+
+    pub(super) fn to_write(&self) -> TensorToWrite<'_> {
         let (dtype, shape) = (self.dtype, self.shape.clone());
         TensorToWrite {
             name: &self.name,
@@ -39,22 +57,11 @@ impl Tensor {
 
 fn file(at: usize, object: &Bound<'_, PyAny>) -> PyResult<Given> {
     let (version, tensors): (Bound<'_, PyAny>, Bound<'_, PyAny>) = object.extract()?;
-    let tensor = |object: PyResult<Bound<'_, PyAny>>| {
-        let (name, dtype, shape, data): (String, String, Bound<'_, PyAny>, Bound<'_, PyAny>) =
-            object?.extract()?;
-        let wrong =
-            |why: String| PyValueError::new_err(format!("file {at}, tensor {name:?}: {why}"));
-        let dtype = DType::from_numpy(&dtype).map_err(|error| wrong(error.to_string()))?;
-        let shape = dims(&shape).map_err(|why| wrong(format!("its shape {why}")))?;
-        let data = Input::get(&data, &format!("file {at}, tensor {name:?}"))?;
-        Ok(Tensor {
-            name,
-            dtype,
-            shape,
-            data,
-        })
-    };
-    let tensors: PyResult<Vec<_>> = tensors.try_iter()?.map(tensor).collect();
+    let what = format!("file {at}, ");
+    let tensors: PyResult<Vec<_>> = tensors
+        .try_iter()?
+        .map(|object| Tensor::get(&what, &object?))
+        .collect();
     Ok(Given {
         version: argument(&version, &format!("file {at}: version"))?,
         tensors: tensors?,

@@ -112,6 +112,12 @@ impl Store {
         super::publish::publish(files.py(), &*self.core()?, files, durable)
     }
 
+    fn writer(&self, version: &Bound<'_, PyAny>) -> PyResult<super::writer::Writer> {
+        let (py, version) = (version.py(), argument(version, "version")?);
+        let core = self.core()?;
+        Ok(detached(py, Work::items(1), |_| core.writer(version))??.into())
+    }
+
     fn header<'py>(&self, py: Python<'py>, files: Vec<String>) -> PyResult<Bound<'py, PyList>> {
         let core = self.core()?;
         let found = detached(py, Work::items(files.len()), |_| core.header(&files))?;
@@ -164,15 +170,16 @@ impl Store {
         PyList::new(py, error::results(py, done, wrap)?)
     }
 
-    #[pyo3(signature = (pins, files, *, copy=false))]
+    #[pyo3(signature = (pins, files, *, copy=false, dry_run=false))]
     fn link_back<'py>(
         &self,
         py: Python<'py>,
         pins: &str,
         files: Vec<super::link_back::Given<'py>>,
         copy: bool,
+        dry_run: bool,
     ) -> PyResult<Bound<'py, PyList>> {
-        super::link_back::link_back(py, &*self.core()?, pins, files, copy)
+        super::link_back::link_back(py, &*self.core()?, pins, files, copy, dry_run)
     }
 
     fn scan(&self, py: Python<'_>) -> PyResult<Vec<(String, u64, i128, &'static str)>> {

@@ -99,6 +99,11 @@ fn verify_notices_another_file_under_the_name() {
             offset: a.offset + 3000 * 1024 - 20,
             ..b.clone()
         },
+        // More rows than its tensor has.
+        Segment {
+            rows: 8,
+            ..b.clone()
+        },
         Segment {
             offset: 16,
             ..b.clone()
@@ -122,4 +127,36 @@ fn verify_notices_another_file_under_the_name() {
         let error = bench.gather(batch, true).pop().unwrap().unwrap_err();
         assert!(matches!(error.kind, Kind::Corrupt(_)), "{text} {error}");
     }
+}
+
+#[test]
+fn equal_tensors_side_by_side_are_verified_apart() {
+    // Promise: segments that continue each other, in place and by checksum, may be of two tensors.
+    let bench = Bench::new();
+    let spec = |name: &str| TensorSpec {
+        name: name.into(),
+        dtype: DType::U8,
+        shape: vec![64],
+    };
+    let layout = Layout::plan(1, vec![spec("x.0"), spec("x.1")]).unwrap();
+    let mut hasher = BlockHasher::new();
+    hasher.update(&[3; 64]);
+    let list = hasher.finish();
+    let mut file = layout.header(&[list.clone(), list.clone()]);
+    file.extend([3; 128]);
+    bench.write("v1/a", &file);
+    let part = |index: u8| Segment {
+        checksum: segment_checksum(&list),
+        ..segment(
+            "v1/a",
+            layout.offset(index.into()),
+            64 * u64::from(index),
+            64,
+            DType::U8,
+            &[],
+        )
+    };
+    let batch = vec![request(vec![part(0), part(1)], 0, 128, DType::U8, &[])];
+    let filled = bench.gather(batch, true).pop().unwrap().unwrap();
+    assert!(filled.out.as_deref() == Some(&[3; 128]));
 }

@@ -1,0 +1,56 @@
+"""The README's examples run as they stand: a worker, an orchestrator and a trainer train a few steps together."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prime_io import CheckpointManager, Episode, Rollout, prepare_resume
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_examples_of_the_readme_run(tmp_path: Path) -> None:
+    """README: the three sides, pasted, train to the last step, resume from it and go on."""
+    worker, orchestrator, trainer = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    seen: list[tuple[int, bool]] = []
+
+    def life(max_steps: int) -> None:
+        sides: dict[str, Any] = {"run": tmp_path}
+        for source in (worker, orchestrator, trainer):
+            exec(source, sides)
+
+        async def run_episode(rollout: Rollout) -> Episode:
+            tokens, rows = np.arange(9, dtype=np.int32), np.full((8, 2, 2), 3, np.uint8)
+            episode: Episode = await asyncio.to_thread(
+                sides["finish"], rollout, rollout.dispatch_version, tokens, tokens > 3,
+                np.zeros(9, np.float32), rows, float(rollout.member % 2),
+            )  # fmt: skip
+            return episode
+
+        def learn(sample: Any, rows: Any, valid: Any) -> None:
+            seen.append((int(rows.min()), bool(valid.all())))
+
+        def save(directory: Path) -> Path:
+            (directory / "model").write_bytes(b"weights")
+            return directory
+
+        async def both() -> None:
+            await asyncio.gather(
+                sides["orchestrate"](tmp_path, run_episode, ["a", "b", "c"], max_steps),
+                asyncio.to_thread(sides["train"], tmp_path, learn, lambda: {"w": b"w"}, save),
+            )
+
+        asyncio.run(both())
+
+    prepare_resume(tmp_path, None)
+    life(3)
+    assert CheckpointManager(run_dir=tmp_path).latest() == 3
+    prepare_resume(tmp_path, 3)
+    life(5)
+    assert set(seen) == {(3, True)}
+    assert CheckpointManager(run_dir=tmp_path).latest() == 5
