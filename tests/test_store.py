@@ -393,6 +393,24 @@ def test_sweep_of_temporaries(store):
     assert exists(store, *everything) == [True]
 
 
+def test_sweep_of_a_temporary_beside_the_versions(store):
+    """Bug: what an owner left that was killed while it made the store stayed for ever."""
+    child = subprocess.run(
+        [sys.executable, "-c", "from prime_io import _native; print(_native.temporary_name())"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    dead, alive, foreign = child.stdout.strip(), store_temporary(), ".tmp-notes"
+    for name in (dead, alive, foreign):
+        (Path(store.root) / name).write_bytes(b"half")
+    store.sweep(roots=[], dry_run=True)
+    assert (Path(store.root) / dead).exists()
+    store.sweep(roots=[])
+    assert not (Path(store.root) / dead).exists()
+    assert (Path(store.root) / alive).exists() and (Path(store.root) / foreign).exists()
+
+
 def store_temporary():
     from prime_io import _native
 

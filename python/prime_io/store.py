@@ -382,6 +382,12 @@ class PayloadStore:
             raise PermissionError(
                 errno.EPERM, "only the owner sweeps: open the store with owner=True", self.root
             )
+        if not dry_run:
+            # Of an owner killed while it made the store: beside the version directories, which are listed below.
+            root = _native.Root(self.root)
+            for name, _ in root.list():
+                if name.startswith(".tmp-") and _native.owner_is_dead(name):
+                    root.remove(name)
         return sweep(
             self.native.scan, self.reclaim, roots=roots, before=before, grace_s=grace_s, dry_run=dry_run
         )
