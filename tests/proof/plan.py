@@ -99,7 +99,11 @@ class Planner:
     def stops(self, n: int) -> Iterator[Case]:
         """Told to stop at a random moment, and some killed on the way out or when they go on."""
         for _ in range(n):
-            kills = [Kill("orchestrator", "term", self._chance.randrange(20, self._life_ms), "at", everything=False)]
+            kills = [
+                Kill(
+                    "orchestrator", "term", self._chance.randrange(20, self._life_ms), "at", everything=False
+                )
+            ]
             if self._chance.random() < 0.4:
                 kills.append(self._moment(self._life_ms // 2))
             yield Case(variant(self._chance), kills)

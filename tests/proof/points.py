@@ -105,11 +105,11 @@ def install(points: Points) -> None:
         def __init__(self, *args: Any, **options: Any) -> None:
             self.real = native_store(*args, **options)
 
-        def publish(self, files: Any, *, durable: bool = False) -> Any:
+        def publish(self, files: Any, **options: Any) -> Any:
             spill = any("." in name or name == "native" for _, tensors in files for name, *_ in tensors)
             return step(
                 "publish.spill" if spill else "publish.payload",
-                lambda: self.real.publish(files, durable=durable),
+                lambda: self.real.publish(files, **options),
                 lambda: _torn(Path(self.real.root) / f"v{files[0][0]}"),
             )
 
@@ -120,11 +120,11 @@ def install(points: Points) -> None:
             files = list(files)
             return step("reclaim", lambda: self.real.reclaim(files), lambda: self.real.reclaim(_first(files)))
 
-        def link_back(self, pins: str, files: Any, *, copy: bool = False) -> Any:
+        def link_back(self, pins: str, files: Any, **options: Any) -> Any:
             return step(
                 "link_back",
-                lambda: self.real.link_back(pins, files, copy=copy),
-                lambda: self.real.link_back(pins, _first(files), copy=copy),
+                lambda: self.real.link_back(pins, files, **options),
+                lambda: self.real.link_back(pins, _first(files), **options),
             )
 
         def scan(self) -> Any:
@@ -142,12 +142,12 @@ def install(points: Points) -> None:
                 f"{self.verb}.begin", lambda: native_commit(checkpoints, number, component, adopt=adopt)
             )
 
-        def pin(self, store: Any, files: Any, *, copy: bool = False) -> Any:
+        def pin(self, store: Any, files: Any, **options: Any) -> Any:
             pin = self.real.pin
             return step(
                 "save.pin",
-                lambda: pin(store.real, files, copy=copy),
-                lambda: pin(store.real, _first(files), copy=copy),
+                lambda: pin(store.real, files, **options),
+                lambda: pin(store.real, _first(files), **options),
             )
 
         def write(self, name: str, data: Any) -> Any:
