@@ -18,6 +18,7 @@ import pytest
 from prime_io import CheckpointManager, PayloadStore, Progress, RestoreReport, Snapshot, prepare_resume
 from prime_io.cli import main
 from prime_io.plan import plan
+from prime_io.restore import sink_state
 from runs import save, straggle, trainer
 from test_orchestrator import Run, Trainer, until_killed
 from work import SPECS, Bench
@@ -68,10 +69,10 @@ class Saved:
         spills = [segment for item in work for segment in item.spills()]
         spilled = {segment.file for segment in spills}
         self.manager = CheckpointManager(run_dir=self.run, pin=self.pin, on_save_error="raise")
-        self.state = {
-            "progress": msgspec.msgpack.encode(bench.progress),
-            "sink": msgspec.msgpack.encode(bench.sink.state_dict({})),
-        }
+        sink = bench.sink.state_dict({})
+        queue = sink.pop("queue")
+        parts = {"progress": bench.progress, "source": {}, "sink": sink, "queue": queue}
+        self.state = {name: msgspec.msgpack.encode(part) for name, part in parts.items()}
         segments = [s for item in work for s in item.segments() if s.file not in spilled]
         await self.manager.save(Snapshot(STEP, self.state, segments, spills), store=bench.store)
         await bench.sink.drain()
@@ -92,9 +93,7 @@ class Saved:
                 progress = msgspec.msgpack.decode(state["progress"], type=Progress)
                 settings = {"group_size": SIZES, "progress": progress} | options
                 sink = Bench.sink_of(store, **settings)
-                report, requests = await sink.load_state_dict(
-                    msgspec.msgpack.decode(state["sink"]), pins=pins
-                )
+                report, requests = await sink.load_state_dict(sink_state(state, step=STEP), pins=pins)
                 await sink.drain()
                 asked = {request.group_id: request.rollouts for request in requests}
                 return report, asked, sink.dropped_at_restore

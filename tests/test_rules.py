@@ -289,7 +289,7 @@ def test_rule_07_the_oldest_live_version_is_the_least_of_all_parts(tmp_path: Pat
         assert live() == 5
         await life.dispatcher.close()
         assert live() == 7
-        life.sink.release(held)
+        life.sink.ledger.release(held)
         assert live() == 9
         await life.sink.drain()
         life.store.close()

@@ -19,7 +19,7 @@ from .checkpoint import CheckpointManager
 from .dispatcher import Dispatcher
 from .exchange import Exchange
 from .manifest import in_slices
-from .restore import RestoreReport
+from .restore import RestoreReport, sink_state
 from .segment import PayloadSegment
 from .sink import EpisodeRefusedError, TrainSink
 from .snapshot import Snapshot
@@ -208,9 +208,7 @@ class Orchestrator:
         Before `run`, in a fresh process, after `prepare_resume(run, step)`.
         """
         parts, pins = await asyncio.to_thread(self._manager.load, step, store=self._store)
-        for part in ("progress", "source", "sink", "queue"):
-            if part not in parts:
-                raise ValueError(f"checkpoint {step} has no {part!r} state: it was written by something else")
+        state = sink_state(parts, step=step)
         saved = msgspec.msgpack.decode(parts["progress"], type=Progress)
         for name, value in msgspec.structs.asdict(saved).items():
             setattr(self._progress, name, value)
@@ -218,8 +216,6 @@ class Orchestrator:
         self._source.load_state_dict(decode_state(parts["source"]))
         if self._algorithm is not None:
             self._algorithm.load_state_dict(decode_state(parts["algorithm"]))
-        state = msgspec.msgpack.decode(parts["sink"])
-        state["queue"] = msgspec.msgpack.decode(parts["queue"], type=list[msgspec.Raw])
         report, requests = await self.sink.load_state_dict(state, pins=pins)
         self._source.resumed.extend(requests)
         self._tell(

@@ -14,7 +14,7 @@ import msgspec
 from .checkpoint import CheckpointManager
 from .lineage import Lineage
 from .pins import Pins
-from .restore import RestoreReport, restore
+from .restore import RestoreReport, restore, sink_state
 from .resume import missing_rollouts
 from .segment import FieldSpec, PayloadSegment, byte_range
 from .steps import CHECKPOINTS, COMPONENTS, Components
@@ -70,14 +70,12 @@ def plan(
     if step is None and (step := manager.latest()) is None:
         raise nothing
     with PayloadStore(run / "payloads" if store is None else store, create=False) as payloads:
-        state, pins = manager.load(step, store=payloads)
-        for part in ("progress", "sink"):
-            if part not in state:
-                raise ValueError(f"checkpoint {pins.step} has no {part!r} state: something else wrote it")
-        next_step = msgspec.msgpack.decode(state["progress"], type=Progress).step
+        parts, pins = manager.load(step, store=payloads)
+        state = sink_state(parts, step=pins.step)
+        next_step = msgspec.msgpack.decode(parts["progress"], type=Progress).step
         view = _AsRestored(payloads, pins)
         restored = restore(
-            msgspec.msgpack.decode(state["sink"]),
+            state,
             store=view,
             step=next_step,
             max_off_policy_steps=max_off_policy_steps,

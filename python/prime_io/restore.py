@@ -135,6 +135,19 @@ def restore(
     return Restored(queue, groups, arrival, saved.counters, judge.report, judge.dropped, judge.by_env)
 
 
+def sink_state(parts: Mapping[str, bytes], *, step: int) -> dict[str, Any]:
+    """The sink's state as `TrainSink.state_dict` gave it, from the parts of checkpoint `step`.
+
+    ValueError if a part is missing.
+    """
+    for part in ("progress", "source", "sink", "queue"):
+        if part not in parts:
+            raise ValueError(f"checkpoint {step} has no {part!r} state: it was written by something else")
+    state: dict[str, Any] = msgspec.msgpack.decode(parts["sink"])
+    state["queue"] = msgspec.msgpack.decode(parts["queue"], type=list[msgspec.Raw])
+    return state
+
+
 class _Saved(msgspec.Struct):
     format: int
     arrival: int
