@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,18 +18,6 @@ from prime_io.retention import RetentionReport, choose
 from prime_io.steps import Step
 from prime_io.store import PayloadStore
 from runs import both, payload, save, tell, trainer
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    prepare_resume(tmp_path / "run", None)
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def store(run: Path) -> Iterator[PayloadStore]:
-    with PayloadStore(run / "payloads", owner=True) as opened:
-        yield opened
 
 
 def manager(run: Path, keep_last: int = 2, keep_every: int | None = None) -> CheckpointManager:
