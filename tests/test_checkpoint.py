@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +14,6 @@ from prime_io.lineage import prepare_resume
 from prime_io.manifest import Manifest, Pin, seal, unseal
 from prime_io.store import PayloadStore
 from runs import both, payload, save, straggle, trainer, tree
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    prepare_resume(tmp_path / "run", None)
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def store(run: Path) -> Iterator[PayloadStore]:
-    with PayloadStore(run / "payloads", owner=True) as opened:
-        yield opened
-
-
-@pytest.fixture
-def manager(run: Path) -> CheckpointManager:
-    return CheckpointManager(run_dir=run, on_save_error="raise")
 
 
 def test_round_trip(manager: CheckpointManager, store: PayloadStore) -> None:

@@ -332,3 +332,23 @@ def test_a_resume_moves_temporaries_of_dead_processes(tmp_path: Path) -> None:
     moved = {path.name for path in (run / "abandoned").rglob("*")}
     assert {unfinished.name[1:], message.name[1:]} <= moved
     assert foreign.exists()
+
+
+def test_a_straggler_at_work_does_not_fail_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a temporary that its writer renamed between the look and the move made prepare_resume raise ENOENT."""
+    run = tmp_path / "run"
+    first = prepare_resume(run, None)
+    with PayloadStore(run / "payloads", owner=True) as store:
+        both(CheckpointManager(run_dir=run), store, 1)
+    message = first.directory / _native.temporary_name()
+    message.parent.mkdir(parents=True, exist_ok=True)
+    message.write_bytes(b"a word")
+    really = lineage_module.set_aside
+
+    def finished_first(root: _native.Root, source: str, **where: str) -> str:
+        if source.endswith(message.name):
+            message.rename(message.with_name("word"))
+        return really(root, source, **where)
+
+    monkeypatch.setattr(lineage_module, "set_aside", finished_first)
+    assert prepare_resume(run, 1).resumed_from == 1

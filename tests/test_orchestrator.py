@@ -320,18 +320,22 @@ def test_rule_14_shipping_waits_for_the_policy(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_an_extended_run_resumes_from_its_last_step(tmp_path: Path) -> None:
-    """max_steps reached, run extended and resumed: no task is skipped and the queue is back."""
+@pytest.mark.parametrize("pin", ["link", "skip"])
+def test_an_extended_run_resumes_from_its_last_step(tmp_path: Path, pin: str) -> None:
+    """max_steps reached, run extended and resumed: no task is skipped and the queue is back.
+
+    Bug: with `pin="skip"`, `finish` reclaimed the files that the last checkpoint names.
+    """
 
     async def main() -> None:
         prepare_resume(tmp_path, None)
-        first, trainer = Run(tmp_path, max_steps=3), Trainer(tmp_path)
+        first, trainer = Run(tmp_path, max_steps=3, pin=pin), Trainer(tmp_path)
         await until_the_end(first, trainer)
         first.store.close()
         cut = next(facts for facts in first.of("cut") if facts["step"] == 3)
 
         prepare_resume(tmp_path, 3)
-        second, resumed = Run(tmp_path, max_steps=6), Trainer(tmp_path)
+        second, resumed = Run(tmp_path, max_steps=6, pin=pin), Trainer(tmp_path)
         await second.orchestrator.restore(3)
         assert second.source.drawn == cut["drawn"]
         assert set(cut["queued"]) <= set(second.sink.queued_trace_ids())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,24 +12,12 @@ from hypothesis import strategies as st
 
 from prime_io import _native
 from prime_io import steps as steps_module
-from prime_io.checkpoint import CheckpointManager
+from prime_io.checkpoint import CheckpointManager, CorruptCheckpointError
 from prime_io.lineage import prepare_resume
 from prime_io.retention import RetentionReport, choose
 from prime_io.steps import Step
 from prime_io.store import PayloadStore
 from runs import both, payload, save, tell, trainer
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    prepare_resume(tmp_path / "run", None)
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def store(run: Path) -> Iterator[PayloadStore]:
-    with PayloadStore(run / "payloads", owner=True) as opened:
-        yield opened
 
 
 def manager(run: Path, keep_last: int = 2, keep_every: int | None = None) -> CheckpointManager:
@@ -168,3 +155,26 @@ def test_killed_while_removing(run: Path, store: PayloadStore, monkeypatch: pyte
     assert fresh.steps() == [2, 3]
     assert retain(fresh).removed == (2,)
     assert os.listdir(run / "checkpoints") == ["step_3"]
+
+
+def test_roots_read_beside_retention(run: Path, store: PayloadStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a step that retention removed while a sweep read its manifest made the sweep, and the run's end, fail."""
+    m = CheckpointManager(run_dir=run, keep_last=1, pin="skip", on_save_error="raise")
+    old, new = payload(store, 1), payload(store, 2)
+    both(m, store, 1, segments=[old])
+    both(m, store, 2, segments=[new])
+    look = m._steps.look
+
+    def and_then_it_goes() -> dict[int, Step]:
+        found = look()
+        monkeypatch.undo()
+        assert retain(m).removed == (1,)
+        return found
+
+    monkeypatch.setattr(m._steps, "look", and_then_it_goes)
+    assert m.unpinned_files() == {new.file}
+    # One that is there and cannot be read still stops everything.
+    path = run / "checkpoints/step_2/orchestrator/manifest.json"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CorruptCheckpointError):
+        CheckpointManager(run_dir=run, pin="skip").unpinned_files()

@@ -23,23 +23,6 @@ from prime_io.store import PayloadStore
 from runs import both, payload, save, trainer, tree
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    prepare_resume(tmp_path / "run", None)
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def store(run: Path) -> Iterator[PayloadStore]:
-    with PayloadStore(run / "payloads", owner=True) as opened:
-        yield opened
-
-
-@pytest.fixture
-def manager(run: Path) -> CheckpointManager:
-    return CheckpointManager(run_dir=run, on_save_error="raise")
-
-
 def test_mutation_after_the_cut(manager: CheckpointManager, store: PayloadStore) -> None:
     """Rule 2: what the caller changes right after the cut does not reach the checkpoint."""
     blob = bytearray(b"one")

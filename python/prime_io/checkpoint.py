@@ -204,7 +204,12 @@ class CheckpointManager:
                 raise error
             if ORCHESTRATOR in step.stamps:
                 where = self._steps.path / step.name / ORCHESTRATOR
-                manifest = read_manifest(_native.Root(str(where)), "", where, kind=Manifest)
+                try:
+                    manifest = read_manifest(_native.Root(str(where)), "", where, kind=Manifest)
+                except (FileNotFoundError, CorruptCheckpointError):
+                    if self._steps.there(step.number, ORCHESTRATOR):
+                        raise
+                    continue  # retention took it meanwhile: nobody will resume from it
                 files.update(file for file, pin in manifest.pins.items() if pin.how == "skip")
         return files
 

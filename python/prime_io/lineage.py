@@ -212,7 +212,10 @@ def _clear(root: _native.Root, new: Lineage, old: Lineage | None, steps: Steps) 
     dead = old.id if old else new.id
 
     def move(source: str, *, lineage: str, target: str) -> None:
-        moved.append(set_aside(root, source, lineage=lineage, target=target))
+        try:
+            moved.append(set_aside(root, source, lineage=lineage, target=target))
+        except FileNotFoundError:
+            log.info("%s is gone: a process of a former life is still at work", source)
 
     for step in steps.look().values():
         directory = f"{CHECKPOINTS}/{step.name}"

@@ -310,7 +310,7 @@ class Orchestrator:
     async def finish(self) -> SweepReport:
         """After the workers have left: give up what is not trained (a checkpoint holds it) and sweep."""
         await self.dispatcher.close()
-        await self.sink.discard_all()
+        await self.sink.discard_all(spare=await asyncio.to_thread(self._manager.unpinned_files))
         # Waits for a retention that is under way too: it must not remove what the sweep reads.
         await self._manager.apply_retention()
         return await self.sweep()

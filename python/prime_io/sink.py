@@ -113,6 +113,7 @@ class TrainSink:
         self._arrival = 0
         self._fresh_for: int | None = None
         self._unsynced: set[str] = set()
+        self._spared: set[str] = set()
         self._reclaiming = _Background(self._unlink)
         self._syncing = _Background(self._sync)
 
@@ -452,7 +453,8 @@ class TrainSink:
             self._reclaiming.start()
 
     async def _unlink(self) -> None:
-        while files := self.ledger.take_free():
+        while free := self.ledger.take_free():
+            files = [file for file in free if file not in self._spared]
             results = await asyncio.to_thread(self.store.reclaim, files)
             for file, result in zip(files, results, strict=True):
                 if isinstance(result, Exception):
@@ -481,8 +483,12 @@ class TrainSink:
         await self._reclaiming.wait()
         self._raise_failure()
 
-    async def discard_all(self) -> None:
-        """Give up queue and groups (the run is over and their checkpoint committed): release every file."""
+    async def discard_all(self, *, spare: Iterable[str] = ()) -> None:
+        """Give up queue and groups (the run is over and their checkpoint committed): release every file.
+
+        Files to `spare` stay where they are: a checkpoint names them and has no link of its own.
+        """
+        self._spared.update(spare)
         self._dropped("drained_queued", self.queued_trace_ids())
         while self._queue:
             self.ledger.release(self._pop().held)

@@ -101,7 +101,7 @@ class Steps:
 
     def find(self, step: int, name: str) -> Stamp | None:
         """The head of a component, or None if there is no such component."""
-        return self.stamp(step, name) if self._there(step, name) else None
+        return self.stamp(step, name) if self.there(step, name) else None
 
     def look(self) -> dict[int, Step]:
         """Every `step_<N>` directory, ascending. Other names are not ours and not looked at."""
@@ -135,7 +135,7 @@ class Steps:
             except CorruptCheckpointError as error:
                 # A name that is not among our components need not be ours, and retention may have taken the
                 # directory since it was listed.
-                if name in self._components and self._there(number, name):
+                if name in self._components and self.there(number, name):
                     damaged[name] = error
                     if str(error) not in self._told:
                         self._told.add(str(error))
@@ -148,7 +148,8 @@ class Steps:
         )
         return Step(number, complete, stamps, damaged)
 
-    def _there(self, step: int, name: str) -> bool:
+    def there(self, step: int, name: str) -> bool:
+        """Whether a component's directory is there now."""
         return any(entry == name for entry, _ in self.root.list(f"step_{step}"))
 
 

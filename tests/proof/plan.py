@@ -65,7 +65,7 @@ class Planner:
         )
         self.looked = [first, resumed, solo, solo_resumed]
         self._first, self._resumed = first, resumed
-        self._life_ms = max(400, int(first.seconds * 900))
+        self._life_ms = max(400, int(first.seconds * 600))
         self._solo, self._solo_resumed = solo, solo_resumed
 
     # -- real processes
