@@ -16,6 +16,7 @@ import numpy as np
 from .resume import version_of
 from .segment import PayloadSegment, byte_range
 from .store import PayloadStore
+from .tensors import to_bytes
 from .types import (
     Array,
     Episode,
@@ -87,7 +88,8 @@ def check(episode: Episode) -> None:
             for name, dtype in _CORE.items():
                 setattr(sample, name, np.asarray(getattr(sample, name), dtype))
             sample.columns = {name: np.asarray(column) for name, column in sample.columns.items()}
-            _columns(trace.id, sample)
+            for column in _columns(trace.id, sample).values():
+                to_bytes(column)  # a dtype of the format, or an error
             for segment in sample.payload:
                 version_of(segment.file)
                 byte_range(segment)
