@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -31,14 +32,14 @@ ATTEMPTS = 3
 SHORT = {
     "steps": 12,
     "batch_size": 16,
-    "max_inflight": 24,
+    "max_inflight": 16,
     "group_size": 4,
     "checkpoint_every": 2,
     "workers": 1,
     "warm_start_steps": 60,
     "held_out": 32,
     "step_s": 0.5,
-    "verifier_s": 0.008,
+    "verifier_s": 0.033,
 }
 
 
@@ -68,7 +69,7 @@ class Demo:
         try:
             while life.running():
                 self.show("training")
-                self.let_results_pile_up(life)
+                self.make_it_hard(life)
                 moment = Moment.look(self.run_dir, self.lives[0], self.events)
                 if moment and moment.step >= self.not_before and not moment.lacks(self.settings):
                     break
@@ -82,28 +83,37 @@ class Demo:
             return None
         return moment
 
-    def let_results_pile_up(self, life: Life) -> None:
-        """Hold the orchestrator up until the weights are out that let the next checkpoint's batch ship.
+    def make_it_hard(self, life: Life) -> None:
+        """See to it that the next checkpoint's cut has a full queue and results that nobody has consumed.
 
-        It finds them together with the results that came meanwhile: so some are emitted and not consumed at
-        the cut.
+        As busy nodes do, first the trainer stands still until two batches wait, then the orchestrator until
+        the weights are out that let the batch of that checkpoint ship: it finds them together with the
+        results that came meanwhile.
         """
-        trained = [(e["step"], e["t"]) for e in self.events.of("trained_batch")]
-        step, at = trained[-1] if trained else (0, 0.0)
+        step = max((e["step"] for e in self.events.of("trained_batch")), default=0)
         due = step + 3  # a batch ships when the policy is two steps behind it, and that one is being trained
-        if due % self.settings.checkpoint_every or time.time() < at + self.settings.step_s / 2:
+        if due % self.settings.checkpoint_every or due in self.held:
             return
-        if due < self.not_before or due in self.held:
+        if not self.not_before <= due < self.settings.steps:
             return
         self.held.add(due)
+        life.hold("trainer")
+        self.wait_until(life, lambda: self.queued() >= 2 * self.settings.batch_size)
         life.hold("orchestrator")
-        end = time.monotonic() + 10
+        life.let_go("trainer")
+        self.wait_until(life, lambda: any(e["step"] > step for e in self.events.of("trained_batch")))
+        life.let_go("orchestrator")
+
+    def queued(self) -> int:
+        return next((e["traces"] for e in reversed(self.events.events) if e["event"] == "queue"), 0)
+
+    def wait_until(self, life: Life, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
         while time.monotonic() < end and life.running():
             self.show("training")
-            if any(e["step"] > step for e in self.events.of("trained_batch")):
-                break
-            time.sleep(0.01)
-        life.let_go("orchestrator")
+            if condition():
+                return
+            time.sleep(0.02)
 
     def second_life(self, moment: Moment) -> None:
         """Resume from the newest complete step and run to the end."""

@@ -43,6 +43,13 @@ def segments_of(message: Message) -> list[PayloadSegment]:
     return msgspec.msgpack.decode(message["payload"], type=list[PayloadSegment])
 
 
+async def tell_the_queue(log: EventLog, sink: TrainSink) -> None:
+    """What the launcher goes by when it chooses its moment."""
+    while True:
+        log("queue", {"traces": sink.queued})
+        await asyncio.sleep(0.05)
+
+
 async def orchestrate(run: Path, socket: Path) -> None:
     settings, lineage = Settings.load(run), Lineage.load(run)
     log = EventLog(run, "orchestrator", lineage.id)
@@ -134,7 +141,9 @@ async def orchestrate(run: Path, socket: Path) -> None:
     if lineage.resumed_from is not None:
         await orchestrator.restore(lineage.resumed_from)
     await pool.start()
+    pulse = asyncio.ensure_future(tell_the_queue(log, sink))
     await orchestrator.run()
+    pulse.cancel()
     await dispatcher.close()
     await pool.close()
     await orchestrator.finish()

@@ -17,8 +17,8 @@ class Settings(msgspec.Struct, frozen=True):
     steps: int = 24
     batch_size: int = 32
     group_size: int = 8
-    max_inflight: int = 48
-    max_off_policy_steps: int = 4
+    max_inflight: int = 32
+    max_off_policy_steps: int = 6
     checkpoint_every: int = 2
     keep_last: int = 2
     pin: str = "link"
@@ -27,8 +27,8 @@ class Settings(msgspec.Struct, frozen=True):
     warm_start_steps: int | None = None
     """None: as long as the demo's own configuration says."""
     held_out: int = 128
-    verifier_s: float = 0.02
-    """How long a (sandboxed) verifier takes for one rollout."""
+    verifier_s: float = 0.04
+    """How long a (sandboxed) verifier takes for one rollout: sampling is what limits the run, if little."""
     straggler_s: float = 1.5
     """Every tenth rollout waits up to this long for its environment."""
     step_s: float = 1.2
