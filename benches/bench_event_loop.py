@@ -220,7 +220,13 @@ def test_spill(life: Life, tmp_path: Path, bench: Bench) -> None:
 
         def savez(i: int) -> None:
             with open(tmp_path / f"{i}.npz", "wb") as out:
-                np.savez(out, a=sample.token_ids, b=sample.mask, c=sample.logprobs, d=sample.columns["temperatures"])
+                np.savez(
+                    out,
+                    a=sample.token_ids,
+                    b=sample.mask,
+                    c=sample.logprobs,
+                    d=sample.columns["temperatures"],
+                )
                 out.flush()
                 os.fsync(out.fileno())
 

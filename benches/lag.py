@@ -153,7 +153,9 @@ def show(capsys: pytest.CaptureFixture[str], title: str, rows: Sequence[Row]) ->
     with capsys.disabled():
         print(f"\n{title}  [load {load}; target p99 < {P99_MS:g} ms, max < {MAX_MS:g} ms]")
         for row in rows:
-            print(f"  {row.name:31s} {row.seconds:6.2f} s  {row.loop}  {row.loop.ticks:5d} ticks  {row.verdict}")
+            print(
+                f"  {row.name:31s} {row.seconds:6.2f} s  {row.loop}  {row.loop.ticks:5d} ticks  {row.verdict}"
+            )
             print(f"  {'  of it our own':31s} {'':8s}  {row.own}")
             print(f"  {'  a process beside it':31s} {'':8s}  {row.beside}  {row.beside.ticks:5d} ticks")
 
