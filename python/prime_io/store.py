@@ -21,6 +21,7 @@ from prime_io import _native
 from prime_io._native import CorruptPayloadError
 from prime_io.gather import Array, Gather, Ragged, Valid, gather_many, gather_ragged
 from prime_io.segment import PayloadSegment, byte_range, check, whole_tensor
+from prime_io.slices import in_slices
 from prime_io.sweep import GRACE_S, SweepReport, sweep
 from prime_io.tensors import field_bytes
 from prime_io.writer import FILLER, PayloadWriter
@@ -299,18 +300,19 @@ class PayloadStore:
         needs: list[int] = []
         wrong: list[int] = []
         with_needs = sizes
-        for i, item in enumerate(asked):
-            if isinstance(item, str):
-                names.append(item)
-                needs.append(0)
-                continue
-            with_needs = True
-            names.append(item.file)
-            try:
-                needs.append(byte_range(item)[1])
-            except ValueError:
-                needs.append(0)
-                wrong.append(i)
+        for part in in_slices(asked if isinstance(asked, Sequence) else list(asked)):
+            for item in part:
+                if isinstance(item, str):
+                    names.append(item)
+                    needs.append(0)
+                    continue
+                with_needs = True
+                names.append(item.file)
+                try:
+                    needs.append(byte_range(item)[1])
+                except ValueError:
+                    wrong.append(len(needs))
+                    needs.append(0)
         present, size, code = self.native.probe(names, needs=needs if with_needs else None, sizes=with_needs)
         result = Probe(
             np.frombuffer(present, np.bool_), np.frombuffer(size, np.int64), np.frombuffer(code, np.int32)
