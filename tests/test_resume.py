@@ -95,7 +95,9 @@ def test_ledger_sees_to_many_files_piece_by_piece() -> None:
     ledger.trained(2)
     first = ledger.take_free(10)
     assert len(first) == 10 and first == sorted(first)
-    assert len(ledger.take_free()) == Ledger.AT_ONCE - 10, "the others were still held when the snapshot opened"
+    assert len(ledger.take_free()) == Ledger.AT_ONCE - 10, (
+        "the others were still held when the snapshot opened"
+    )
     assert not ledger.has_free and ledger.oldest_version() == 0
     ledger.close_snapshot(waiting)
     assert ledger.has_free and len(ledger) == n - 2 * Ledger.AT_ONCE
