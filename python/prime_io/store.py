@@ -29,6 +29,7 @@ from prime_io.writer import FILLER, PayloadWriter
 __all__ = ["CorruptPayloadError", "Gather", "PayloadStore", "PayloadWriter", "Probe", "Ragged", "SweepReport"]
 
 
+_SIZED_TOGETHER: Final = 8192
 _ANSWERS: Final = (0, errno.ENOENT, errno.ENODATA, errno.EINVAL)
 
 
@@ -313,7 +314,16 @@ class PayloadStore:
                 except ValueError:
                     wrong.append(len(needs))
                     needs.append(0)
-        present, size, code = self.native.probe(names, needs=needs if with_needs else None, sizes=with_needs)
+        present, size, code = bytearray(), bytearray(), bytearray()
+        # Names alone are looked for in listings of their directories, each read once: they cross in one call.
+        # With sizes every file is asked for, so slices cost nothing, and one call's arguments hold the loop up.
+        together = _SIZED_TOGETHER if with_needs else max(1, len(names))
+        parts = zip(in_slices(names, size=together), in_slices(needs, size=together), strict=True)
+        for some, least in parts:
+            answer = self.native.probe(some, needs=least if with_needs else None, sizes=with_needs)
+            present += answer[0]
+            size += answer[1]
+            code += answer[2]
         result = Probe(
             np.frombuffer(present, np.bool_), np.frombuffer(size, np.int64), np.frombuffer(code, np.int32)
         )
