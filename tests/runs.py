@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from prime_io.checkpoint import CheckpointManager, SaveReport, Snapshot
-from prime_io.lineage import Lineage
+from prime_io.lineage import Lineage, prepare_resume
 from prime_io.segment import PayloadSegment
 from prime_io.store import PayloadStore
 
@@ -18,6 +18,13 @@ from prime_io.store import PayloadStore
 def payload(store: PayloadStore, value: int, *, version: int = 0, rows: int = 8) -> PayloadSegment:
     """One payload file with one field."""
     return store.write({"experts": np.full((rows, 4), value, np.uint8)}, version=version)["experts"]
+
+
+def resume(run: Path, step: int, store: PayloadStore) -> PayloadStore:
+    """Resume as a new process would: the old owner is gone, and the store opened again."""
+    store.close()
+    prepare_resume(run, step)
+    return PayloadStore(run / "payloads", owner=True)
 
 
 def save(

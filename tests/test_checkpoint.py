@@ -13,7 +13,7 @@ from prime_io.checkpoint import CheckpointManager, CorruptCheckpointError
 from prime_io.lineage import prepare_resume
 from prime_io.manifest import Manifest, Pin, seal, unseal
 from prime_io.store import PayloadStore
-from runs import both, payload, save, straggle, trainer, tree
+from runs import both, payload, resume, save, straggle, trainer, tree
 
 
 def test_round_trip(manager: CheckpointManager, store: PayloadStore) -> None:
@@ -234,7 +234,7 @@ def test_an_invisible_component_is_moved_aside(
     """DESIGN 7: a save that meets a component of a dead life moves it to abandoned/."""
     both(manager, store, 1)
     life = manager.lineage.id
-    prepare_resume(run, 1)
+    store = resume(run, 1, store)
     straggle(manager)
     trainer(manager, 2, b"late")
     new = CheckpointManager(run_dir=run, on_save_error="raise")

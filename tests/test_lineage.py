@@ -18,6 +18,14 @@ from prime_io.store import PayloadStore
 from runs import both, payload, save, straggle, tell, tree
 
 
+def test_a_resume_waits_for_nobody_who_still_owns_the_store(tmp_path: Path) -> None:
+    """Bug: an old orchestrator that woke up later deleted the step that the new life was resumed from."""
+    prepare_resume(tmp_path, None)
+    with PayloadStore(tmp_path / "payloads", owner=True), pytest.raises(BlockingIOError, match="owns"):
+        prepare_resume(tmp_path, None)
+    prepare_resume(tmp_path, None)
+
+
 def test_visible_through_a_chain() -> None:
     """DESIGN 7: visible = this life, or an ancestor at a step no later than any at which it was left."""
     chain = (Link("a", None), Link("b", 9), Link("c", 4), Link("d", 7))

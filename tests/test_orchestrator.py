@@ -302,6 +302,34 @@ def test_rule_15_stop_saves_where_the_run_is(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_rule_15_a_run_whose_last_step_cannot_be_saved_gives_nothing_up(tmp_path: Path) -> None:
+    """Bug: a failed save of the last step ended the run as if it were good, and its queue was drained."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life, trainer = Run(tmp_path, max_steps=3), Trainer(tmp_path)
+        trainer.start()
+        save, failing = life.manager._commit, True
+
+        def full(snapshot: Any, store: Any) -> Any:
+            if failing and snapshot.step == 3:
+                raise OSError(28, "No space left on device", "checkpoints")
+            return save(snapshot, store)
+
+        life.manager._commit = full  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="step 3 could not be saved"):
+            await life.orchestrator.run()
+        assert life.manager.failed_saves == 2, "the cut's own save and one more try"
+        assert life.sink.queued and life.sink.ledger.files() <= {f for f, *_ in life.store.native.scan()}
+        life.orchestrator._exchange.say_stop(3)
+        await asyncio.to_thread(trainer.join, 20)
+        await life.dispatcher.close()
+        await life.sink.drain()
+        life.store.close()
+
+    asyncio.run(main())
+
+
 def test_rule_14_shipping_waits_for_the_policy(tmp_path: Path) -> None:
     """Rule 14: batch s ships only at policy >= s - 1 - max_lead, and the queue does not grow without end."""
 

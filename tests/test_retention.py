@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from prime_io import _native
 from prime_io import steps as steps_module
 from prime_io.checkpoint import CheckpointManager, CorruptCheckpointError
-from prime_io.lineage import prepare_resume
 from prime_io.retention import RetentionReport, choose
 from prime_io.steps import Step
 from prime_io.store import PayloadStore
-from runs import both, payload, save, tell, trainer
+from runs import both, payload, resume, save, tell, trainer
 
 
 def manager(run: Path, keep_last: int = 2, keep_every: int | None = None) -> CheckpointManager:
@@ -69,7 +68,7 @@ def test_killed_between_the_halves(run: Path, store: PayloadStore) -> None:
     save(m, store, 3)
     retain(m)
     assert m.steps() == [2]
-    assert prepare_resume(run, 2).resumed_from == 2
+    store = resume(run, 2, store)
     m = manager(run, keep_last=1)
     assert m.load(store=store)[0] == {"progress": b"2"}
     trainer(m, 3)
@@ -95,7 +94,7 @@ def test_ancestors_count_and_the_step_resumed_from_stays(run: Path, store: Paylo
     both(m, store, 1, 2, 3, 4, 5)
     life = m.lineage
     tell(life, last=5)
-    prepare_resume(run, 3)
+    store = resume(run, 3, store)
     m = manager(run, keep_last=1)
     report = retain(m)
     assert report == RetentionReport(removed=(1, 2)) and (run / "abandoned").exists()
@@ -107,7 +106,7 @@ def test_ancestors_count_and_the_step_resumed_from_stays(run: Path, store: Paylo
     both(m, store, 5, 6)
     assert retain(m).removed == (4, 5)
     assert m.steps() == [3, 6]
-    prepare_resume(run, 6)
+    store = resume(run, 6, store)
     m = manager(run, keep_last=1)
     both(m, store, 7)
     assert retain(m).removed == (3,)

@@ -7,12 +7,16 @@ the orchestrator keeps only the segments, so what a checkpoint writes grows with
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from .segment import PayloadSegment
+from .resume import version_of
+from .segment import PayloadSegment, byte_range
 from .store import PayloadStore
+from .tensors import to_bytes
 from .types import (
     Array,
     Episode,
@@ -43,6 +47,10 @@ def spill(episode: Episode, *, store: PayloadStore) -> StoredEpisode:
     if episode.native is not None:
         arrays["native"] = np.frombuffer(episode.native, np.uint8)
     segments = store.write(arrays, version=episode.dispatch_version) if arrays else {}
+    return _stored_episode(episode, segments)
+
+
+def _stored_episode(episode: Episode, segments: Mapping[str, PayloadSegment]) -> StoredEpisode:
     traces = [
         StoredTrace(
             trace.id,
@@ -64,6 +72,38 @@ def spill(episode: Episode, *, store: PayloadStore) -> StoredEpisode:
         segments.get("native"),
         episode.error,
     )
+
+
+def check(episode: Episode) -> None:
+    """Make the numbers and arrays of an episode what `Sample` says, in place, and look at what segments claim.
+
+    Workers are other machines: ValueError or TypeError for a column of another length or kind, for a segment
+    whose arithmetic cannot be, or whose file is not a payload file's name, and for anything that a checkpoint
+    could not be read back with.
+    """
+    for trace in episode.traces:
+        trace.reward = None if trace.reward is None else float(trace.reward)
+        for sample in trace.samples:
+            sample.scalars = {name: float(value) for name, value in sample.scalars.items()}
+            for name, dtype in _CORE.items():
+                setattr(sample, name, np.asarray(getattr(sample, name), dtype))
+            sample.columns = {name: np.asarray(column) for name, column in sample.columns.items()}
+            for column in _columns(trace.id, sample).values():
+                to_bytes(column)  # a dtype of the format, or an error
+            for segment in sample.payload:
+                version_of(segment.file)
+                byte_range(segment)
+    if episode.native is not None and not isinstance(episode.native, bytes):
+        raise TypeError(f"episode {episode.id}: native is a {type(episode.native).__name__}, not bytes")
+    _readable(_stored_episode(episode, {}))
+
+
+def _readable(stored: StoredEpisode) -> None:
+    """What is taken must come back from a checkpoint: encoding checks no types, decoding does."""
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(stored), type=StoredEpisode)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise ValueError(f"episode {stored.id}: {error}") from error
 
 
 def load_traces(traces: Sequence[StoredTrace | QueuedTrace], *, store: PayloadStore) -> list[Trace]:
@@ -132,7 +172,7 @@ def _loaded(trace: StoredTrace | QueuedTrace, columns: Mapping[int, dict[str, Ar
 
 def with_advantages(
     traces: Iterable[StoredTrace],
-    advantages: Iterable[float | Sequence[float | Array]],
+    advantages: Iterable[Any],
     *,
     version: int,
     store: PayloadStore,
@@ -146,7 +186,7 @@ def with_advantages(
     arrays: dict[str, Array] = {}
     for t, (trace, given) in enumerate(zip(traces, advantages, strict=True)):
         values: list[float | Array] = (
-            [float(given)] * len(trace.samples) if isinstance(given, int | float) else list(given)
+            [float(given)] * len(trace.samples) if isinstance(given, Real) else list(given)
         )
         if len(values) != len(trace.samples):
             raise ValueError(f"trace {trace.id}: {len(values)} advantages for {len(trace.samples)} samples")

@@ -123,28 +123,23 @@ class Dispatcher:
 
     async def _run(self, rollout: Rollout) -> Episode:
         try:
-            return await self._run_episode(rollout)
+            episode = await self._run_episode(rollout)
+            if not isinstance(episode, Episode):
+                raise TypeError(f"run_episode returned a {type(episode).__name__}, not an Episode")
+            if episode.group_id != rollout.group_id or episode.kind != "train":
+                raise ValueError(f"run_episode returned a {episode.kind} episode of group {episode.group_id}")
+            return episode
         except Exception as error:
             log.warning("a rollout of group %s failed: %s", rollout.group_id, error)
-            return Episode(
-                id=f"{rollout.group_id}.{rollout.member}",
-                env_name=rollout.env_name,
-                group_id=rollout.group_id,
-                task=rollout.task,
-                policy=None,
-                dispatch_version=rollout.dispatch_version,
-                traces=[],
-                ok=False,
-                lineage=rollout.lineage,
-                error=f"{type(error).__name__}: {error}",
-            )
+            return _errored(rollout, f"{type(error).__name__}: {error}")
 
     def _done(self, task: asyncio.Task[Episode]) -> None:
         rollout = self._inflight.pop(task, None)
-        if rollout is None or task.cancelled():
+        if rollout is None:
             return  # covered by a cancellation
         self._groups[rollout.group_id].running -= 1
-        self._emit(task.result())
+        # Not cancelled by us: what `run_episode` waited for was.
+        self._emit(_errored(rollout, "cancelled from inside") if task.cancelled() else task.result())
 
     # -- results
 
@@ -233,6 +228,21 @@ class Dispatcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _errored(rollout: Rollout, error: str) -> Episode:
+    return Episode(
+        id=f"{rollout.group_id}.{rollout.member}.errored",
+        env_name=rollout.env_name,
+        group_id=rollout.group_id,
+        task=rollout.task,
+        policy=None,
+        dispatch_version=rollout.dispatch_version,
+        traces=[],
+        ok=False,
+        lineage=rollout.lineage,
+        error=error,
+    )
 
 
 class _Known:

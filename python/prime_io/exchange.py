@@ -50,6 +50,14 @@ class Exchange:
         """Tell the readers that no batch after `step` will come: they commit that step and leave."""
         self._root.write("stop", str(step).encode(), durable=False)
 
+    def forget(self, *, before: int) -> None:
+        """Remove batches and acknowledgements of steps below `before`: every reader is past them."""
+        for directory in ("batches", "acks"):
+            for name, _ in self._root.list(directory):
+                step = name.removeprefix(_STEP).partition(".")[0]
+                if step.isdecimal() and int(step) < before:
+                    self._root.remove(f"{directory}/{name}")
+
     def remove_weights(self, *, before: int) -> None:
         """Remove the weights of versions below `before`."""
         for version in self._versions():

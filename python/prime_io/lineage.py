@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 
@@ -22,6 +24,7 @@ FORMAT = 1
 _FILE = "LINEAGE"
 _LIMIT = 64 << 20
 _LIVES = "lineages"
+_PAYLOADS = "payloads"
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{8}-[0-9]+-[0-9]+-[0-9a-f]+", re.ASCII)
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}", re.ASCII)
 
@@ -142,9 +145,29 @@ def prepare_resume(run: str | Path, step: int | None, *, components: Components 
     weights, acknowledgements) is moved to `<run>/abandoned/`. Nothing is deleted. Killed at any moment, call
     it again.
 
-    `components` must be those of the run's `CheckpointManager`.
+    `components` must be those of the run's `CheckpointManager`. BlockingIOError if the owner of
+    `<run>/payloads` is alive: an old orchestrator that goes on would delete what the new life stands on.
     """
     run = Path(run)
+    with _no_owner(run):
+        return _prepare(run, step, components)
+
+
+@contextmanager
+def _no_owner(run: Path) -> Iterator[None]:
+    """Hold the store's lock, so that no orchestrator deletes and no other resume moves things meanwhile."""
+    try:
+        store = _native.Store(str(run / _PAYLOADS), create=False, owner=True)
+    except FileNotFoundError:
+        yield  # no store yet, so nobody owns it
+        return
+    try:
+        yield
+    finally:
+        store.close()
+
+
+def _prepare(run: Path, step: int | None, components: Components) -> Lineage:
     root = _native.Root(str(run), create=True)
     known = normalize(components)
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +30,9 @@ from .store import PayloadStore, SweepReport
 from .types import Episode, Policy, Progress, QueuedTrace, StoredEpisode
 
 log = logging.getLogger("prime_io.orchestrator")
+
+STOP_GRACE_S = 60.0
+"""How long a run that is told to stop waits for its last batch to be trained, in seconds."""
 
 _decode_trace = msgspec.msgpack.Decoder(QueuedTrace).decode
 
@@ -103,6 +107,11 @@ class Orchestrator:
         on_event: OnEvent | None = None,
         poll_s: float = 0.02,
     ) -> None:
+        if checkpoint_every < 1 or max_steps < 1 or not readers:
+            raise ValueError(
+                f"checkpoint_every={checkpoint_every}, max_steps={max_steps}, readers={list(readers)}: the first "
+                "two count from 1, and somebody has to read the batches"
+            )
         self.sink = sink
         self.dispatcher = dispatcher
         self._exchange = exchange
@@ -122,9 +131,10 @@ class Orchestrator:
         self._trained = progress.step - 1
         self._saves: set[asyncio.Task[None]] = set()
         self._sweeping: asyncio.Task[None] | None = None
-        self._last_cut = 0
+        self._last_saved = 0
         self._stopping = False
         self._published: int | None = None
+        self._taking: int | None = None  # the version of an episode between the dispatcher and the sink
         self._failure: BaseException | None = None
         self._wake = asyncio.Event()
         dispatcher.may_open = self._may_open
@@ -151,7 +161,6 @@ class Orchestrator:
         """Take a snapshot and start its save; what is held now stays until that is over."""
         cut = self.snapshot_state()
         waiting = self.sink.ledger.open_snapshot()
-        self._last_cut = cut.step
         if self._on_event is not None:
             self._on_event(
                 "cut",
@@ -186,6 +195,8 @@ class Orchestrator:
             self.sink.close_snapshot(waiting)
             raise
         self.sink.close_snapshot(waiting)
+        if report is not None:
+            self._last_saved = cut.step
         self._tell("saved", {"step": cut.step, "committed": report is not None})
         await self._retain()
         if report is not None and (self._sweeping is None or self._sweeping.done()):
@@ -212,7 +223,7 @@ class Orchestrator:
         saved = msgspec.msgpack.decode(parts["progress"], type=Progress)
         for name, value in msgspec.structs.asdict(saved).items():
             setattr(self._progress, name, value)
-        self._policy.version = self._trained = self._last_cut = step
+        self._policy.version = self._trained = self._last_saved = step
         self._source.load_state_dict(decode_state(parts["source"]))
         if self._algorithm is not None:
             self._algorithm.load_state_dict(decode_state(parts["algorithm"]))
@@ -272,6 +283,7 @@ class Orchestrator:
             self._policy.version,
             self.sink.oldest_live_payload_version(),
             self.dispatcher.oldest_version(),
+            self._taking,
         )
         return min(version for version in known if version is not None)
 
@@ -287,6 +299,7 @@ class Orchestrator:
 
         Workers may still be writing then: stop them, and call `finish`.
         """
+        await asyncio.to_thread(self._manager.link_probe, self._store)
         tasks = [asyncio.ensure_future(work()) for work in (self._watch, self._consume, self._ship)]
         consume = tasks[1]
         try:
@@ -296,10 +309,16 @@ class Orchestrator:
                     task.result()
             consume.cancel()
             await self._last_save()
+            end = time.monotonic() + STOP_GRACE_S if self._stopping else None
             while self._trained < self._progress.step - 1:
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    log.warning("batch %d was not acknowledged; leaving without", self._progress.step - 1)
+                    break
                 self._wake.clear()
                 waiting = asyncio.ensure_future(self._wake.wait())
-                await asyncio.wait([tasks[0], waiting], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([tasks[0], waiting], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
                 if tasks[0].done():
                     tasks[0].result()
         finally:
@@ -316,11 +335,23 @@ class Orchestrator:
         return await self.sweep()
 
     async def _last_save(self) -> None:
-        """Save the last step unless its cut was made, and tell the readers that it is the last."""
+        """Save the last step unless it is, and tell the readers that it is the last.
+
+        RuntimeError if that is not possible.
+        """
         step = self._progress.step - 1
-        if step > self._last_cut:
-            self._cut()
         await asyncio.gather(*self._saves)
+        if step > self._last_saved and self._failure is None:
+            self._cut()
+            await asyncio.gather(*self._saves)
+        if self._failure is not None:
+            raise self._failure
+        if step > self._last_saved:
+            # What waits in the queue must not be given up: no checkpoint holds it.
+            raise RuntimeError(
+                f"step {step} could not be saved (the log says why); the run ends without giving up its work: "
+                f"resume it from step {self._last_saved or None}"
+            )
         await asyncio.to_thread(self._exchange.say_stop, step)
 
     async def _consume(self) -> None:
@@ -338,7 +369,11 @@ class Orchestrator:
         """Add an episode. One that must be refused (a worker of a dead lineage) counts as an errored member."""
         if episode.policy is not None and episode.policy.end > self._policy.version:
             # A worker may see new weights before this process does.
-            self._see(await asyncio.to_thread(self._exchange.newest_weights))
+            self._taking = episode.dispatch_version
+            try:
+                self._see(await asyncio.to_thread(self._exchange.newest_weights))
+            finally:
+                self._taking = None
         try:
             await self.sink.add(episode)
         except EpisodeRefusedError as error:
@@ -375,12 +410,15 @@ class Orchestrator:
             if self._see(newest):
                 assert newest is not None
                 await asyncio.to_thread(self._exchange.remove_weights, before=newest - 1)
+            # Nobody can have trained what was not shipped.
+            trained = None if trained is None else min(trained, self._progress.step - 1)
             if trained is not None and trained > self._trained:
                 self._trained = trained
                 self.sink.trained(trained)
                 self._tell("trained", {"step": trained})
                 self._wake.set()
                 await self._retain()
+                await asyncio.to_thread(self._exchange.forget, before=trained)
             await asyncio.sleep(self._poll_s)
 
     def _see(self, newest: int | None) -> bool:

@@ -162,7 +162,7 @@ def _sync(store: PayloadStore, files: Sequence[str], missing: list[str]) -> list
             good.append(file)
             continue
         if not isinstance(error, FileNotFoundError):
-            if error.errno not in _LOST:
+            if not isinstance(error, OSError) or error.errno not in _LOST:
                 raise error
             log.error("%s; no checkpoint holds it", error)
         missing.append(file)

@@ -6,16 +6,20 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from .segment import FieldSpec, PayloadSegment, byte_range
-from .store import Probe
 from .types import OpenGroup
+
+if TYPE_CHECKING:
+    from .store import Probe
 
 T = TypeVar("T")
 
+_PAYLOAD = re.compile(r"v(0|[1-9][0-9]{0,17})/(?!\.)[A-Za-z0-9._-]{1,200}", re.ASCII)
 LOST = ("missing", "short", "corrupt")
 
 
@@ -134,10 +138,11 @@ class Ledger:
         sizes: dict[str, int] = {}
         for segment in segments:
             sizes[segment.file] = max(byte_range(segment)[1], sizes.get(segment.file, 0))
+        versions = {file: version_of(file) for file in sizes}  # raises before anything is held
         for file, size in sizes.items():
             if file not in self._holders:
                 self._holders[file] = self._sizes[file] = 0
-                self._versions[version_of(file)] += 1
+                self._versions[versions[file]] += 1
                 self._free.discard(file)
             elif not self._holders[file]:
                 for waiting in (*self._snapshots, self._closed):
@@ -241,11 +246,11 @@ class Ledger:
 
 
 def version_of(file: str) -> int:
-    """The k of `v<k>/<name>`. ValueError for any other path."""
-    head = file.partition("/")[0]
-    if head[:1] == "v" and head[1:].isdecimal():
-        return int(head[1:])
-    raise ValueError(f"payload file {file!r} is not in a version directory (v<k>/<name>)")
+    """The k of `v<k>/<name>`. ValueError for any other path: names come from other machines."""
+    match = _PAYLOAD.fullmatch(file)
+    if match is None:
+        raise ValueError(f"payload file {file!r} is not a plain name in a version directory (v<k>/<name>)")
+    return int(match[1])
 
 
 def _required(field: str, fields: Mapping[str, FieldSpec] | None) -> bool:

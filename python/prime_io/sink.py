@@ -12,6 +12,8 @@ import inspect
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from math import isfinite
+from numbers import Real
 from typing import Any, TypeVar
 
 import msgspec
@@ -86,6 +88,8 @@ class TrainSink:
     ) -> None:
         if (batch_size is None) == (token_batch_size is None):
             raise ValueError("TrainSink needs exactly one of batch_size and token_batch_size")
+        if (batch_size or token_batch_size or 0) < 1:
+            raise ValueError(f"a batch of {batch_size or token_batch_size} cannot be filled: give at least 1")
         if not store.owner:
             raise ValueError(f"TrainSink needs the owner's store; open {store.root} with owner=True")
         self.store = store
@@ -128,6 +132,13 @@ class TrainSink:
         policy newer than any published, or more than its group waits for.
         """
         self._raise_failure()
+        try:
+            columns.check(episode)
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            # It will not get better by asking again: it counts as delivered. A sweep takes its files.
+            log.error("episode %s is not what a worker may return: %s", episode.id, error)
+            self.counters["malformed"] += 1
+            episode = _without_traces(episode, f"malformed: {error}")
         payload = [segment for t in episode.traces for sample in t.samples for segment in sample.payload]
         refusal = self._refusal(episode)
         if refusal:
@@ -139,12 +150,15 @@ class TrainSink:
             self.discard(payload)
             return
         group = self._group(episode.group_id, episode.env_name, episode.task, episode.dispatch_version)
-        group.pending += 1
         held = self.ledger.hold(payload)
+        taking = {trace.id for trace in episode.traces}
+        group.pending += 1
+        group.taking |= taking
         try:
             member = await self._store_episode(episode, group)
         finally:
             group.pending -= 1
+            group.taking -= taking
             # What is kept of the episode was held by `append`; what was cut away or failed is free now.
             self.ledger.release(held)
         self._reclaim()
@@ -170,6 +184,14 @@ class TrainSink:
         group = self._groups.get(episode.group_id)
         if episode.kind == "train" and group is not None and group.missing < 1:
             return f"group {episode.group_id} already has its {group.open.target} members"
+        if group is not None:
+            known = {t.id for member in group.open.members for t in member.traces} | group.taking
+            again = known & {t.id for t in episode.traces}
+            if again or episode.id in {member.id for member in group.open.members}:
+                return f"group {episode.group_id} already has it ({sorted(again)[:3]})"
+        sizes = self._group_size
+        if group is None and not isinstance(sizes, int) and episode.env_name not in sizes:
+            return f"environment {episode.env_name!r} has no group_size (there are {sorted(sizes)})"
         return ""
 
     def _group(self, group_id: str, env_name: str, task: Any, dispatch_version: int | None) -> _Group:
@@ -197,11 +219,6 @@ class TrainSink:
             self._cut_to_seq_len(episode)
         try:
             stored = await asyncio.to_thread(columns.spill, episode, store=self.store)
-        except ValueError as error:
-            # A malformed episode will not get better by asking again: it counts as delivered.
-            log.error("episode %s is not what a worker may return: %s", episode.id, error)
-            self.counters["malformed"] += 1
-            stored = columns.spill(_without_traces(episode, str(error)), store=self.store)
         except OSError as error:
             # The member is asked for again, under the same group.
             log.warning(
@@ -263,13 +280,19 @@ class TrainSink:
         g = group.open
         members = g.members[: g.target]
         fresh = [m for m in members if not self._stale(m)]
-        traces = [(m, t) for m in fresh for t in m.traces if t.ok and t.reward is not None]
+        traces = [
+            (m, t) for m in fresh for t in m.traces if t.ok and t.reward is not None and isfinite(t.reward)
+        ]
         stale = {t.id for m in members for t in m.traces} - {t.id for m in fresh for t in m.traces}
         unscored = {t.id for m in fresh for t in m.traces} - {t.id for _, t in traces}
         scored: list[StoredTrace] = []
+        version = max((m.dispatch_version for m in fresh), default=0)
         try:
             if traces:
-                scored = await self._advantages(group_id, [t for _, t in traces], g.dispatch_version or 0)
+                scored = await self._advantages(group_id, [t for _, t in traces], version)
+        except OSError as error:
+            self._lose(group_id, group, [m for m in fresh if m.traces], error)
+            return
         finally:
             group.scoring = False
         # From here on without an await: a cut sees the group open with all its members, or scored.
@@ -288,6 +311,21 @@ class TrainSink:
         self._forget(group_id, group)
         self._reclaim()
 
+    def _lose(self, group_id: str, group: _Group, lost: Sequence[StoredEpisode], error: OSError) -> None:
+        """Scoring could not read or spill: its members are released and asked for again."""
+        log.warning(
+            "scoring group %s failed and %d rollouts are asked for again: %s", group_id, len(lost), error
+        )
+        self.counters["spill_failed"] += len(lost)
+        names = {member.id for member in lost}
+        for member, _, held in group.members:
+            if member.id in names:
+                self.ledger.release(held)
+        group.members = [entry for entry in group.members if entry[0].id not in names]
+        group.open.members = [member for member, _, _ in group.members]
+        self.requests.append(self._ask_again(group_id, group, len(lost)))
+        self._reclaim()
+
     async def _advantages(
         self, group_id: str, traces: Sequence[StoredTrace], version: int
     ) -> list[StoredTrace]:
@@ -300,13 +338,17 @@ class TrainSink:
             raise ValueError(
                 f"score_group gave {len(advantages)} advantages for the {len(traces)} traces of {group_id}"
             )
-        if all(isinstance(a, int | float) for a in advantages):
+        if all(isinstance(a, Real) for a in advantages):
             return columns.with_advantages(traces, advantages, version=version, store=self.store)
         return await asyncio.to_thread(
             columns.with_advantages, traces, advantages, version=version, store=self.store
         )
 
     def _enqueue(self, member: StoredEpisode, trace: StoredTrace) -> None:
+        if not all(s.advantage is None or isfinite(s.advantage) for s in trace.samples):
+            self._dropped("unscored", [trace.id])
+            self.ledger.discard(segment for sample in trace.samples for segment in sample.segments())
+            return
         if self._filter_zero_advantages and all(s.advantage == 0.0 for s in trace.samples):
             self._dropped("zero_advantage", [trace.id])
             self.ledger.discard(segment for sample in trace.samples for segment in sample.segments())
@@ -591,6 +633,7 @@ class _Group:
         self.open = open_group
         self.members: list[tuple[StoredEpisode, msgspec.Raw, tuple[str, ...]]] = []
         self.pending = 0
+        self.taking: set[str] = set()
         self.scoring = False
 
     @property

@@ -415,7 +415,7 @@ class PayloadStore:
         """
         count = self.native.retire(version)
         prefix = f"v{version}/"
-        self._durable.difference_update([f for f in self._durable if f.startswith(prefix)])
+        self._durable.difference_update([f for f in self._durable.copy() if f.startswith(prefix)])
         return count
 
 

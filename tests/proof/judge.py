@@ -278,7 +278,8 @@ def _left(verdict: Verdict, run: Path, config: Config, line: Line) -> None:
     if line.resumed_at[-1] == config.steps:
         allowed += ("abandoned/",)  # goes once this life has a complete step, and it had none to make
     others = sorted(f for f in files if not f.startswith(allowed) or "/.trash-" in f)
-    others += sorted(f for f in files if "/.tmp-" in f or f.startswith(".tmp-"))
+    temporaries = (f for f in files if "/.tmp-" in f or f.startswith(".tmp-"))
+    others += sorted(f for f in temporaries if "abandoned/" not in allowed or not f.startswith("abandoned/"))
     verdict.promise(not others, f"{len(others)} other files are left, such as {others[:3]}")
     verdict.rows["other unneeded files"] += len(others)
     end = [event for event in line.path[-1][1] if event["event"] == "finished"]

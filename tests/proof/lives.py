@@ -248,7 +248,8 @@ class _Lives:
                     continue
                 role = running.pop(pid)
                 code = os.waitstatus_to_exitcode(status)
-                if code == -signal.SIGKILL and kill is not None:
+                # Told to stop before it could listen, a process dies of it.
+                if code in (-signal.SIGKILL, -signal.SIGTERM) and kill is not None:
                     if role == kill.role or kill.everything:
                         self.fired += [str(kill)] if str(kill) not in self.fired[-1:] else []
                         if kill.everything:
@@ -274,7 +275,8 @@ class _Lives:
 
     def _tail(self, role: str) -> str:
         path = self.directory / f"life-{self.number}-{role}.log"
-        return path.read_text(errors="replace").strip().splitlines()[-1] if path.exists() else "no output"
+        lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+        return lines[-1] if lines else "no output"
 
 
 def _fork(main: Callable[[], int], *, group: int) -> int:
