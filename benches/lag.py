@@ -1,7 +1,8 @@
 """How late an event loop is: a ticker beside the work, and a second process that ticks at the same time.
 
 Both loops wake every millisecond. The second process shares the machine with the work but not the interpreter:
-what both show is the machine's doing, what only the first shows is that of whoever held the interpreter.
+what both show is a lack of CPUs (others' load, and the work's own native threads: few cores have no room for eight),
+what only the first shows is the doing of whoever held the interpreter.
 
 On a machine that others load, neither says much. So each late wake-up is also charged to this process: *own* is
 the CPU time that its Python threads (the loop's too) used between the moment the wake-up was due and the moment
@@ -130,7 +131,7 @@ class Row(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        return "PASS" if self.loop.good else "over: the machine's load" if self.own.good else "over"
+        return "PASS" if self.loop.good else "over: no CPU free" if self.own.good else "over"
 
 
 async def measure(name: str, work: Awaitable[T]) -> tuple[Row, T]:

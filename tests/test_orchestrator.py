@@ -170,10 +170,13 @@ async def until_the_end(life: Run, trainer: Trainer) -> None:
 
 
 async def until_killed(life: Run, trainer: Trainer) -> None:
-    """Run until the trainer has died, then drop everything without a word, as a kill does."""
+    """Run until the trainer has died, then drop everything without a word, as a kill does.
+
+    Not during a save: the files of the batches trained since its cut would still wait for it.
+    """
     trainer.start()
     running = asyncio.ensure_future(life.orchestrator.run())
-    while {"step": trainer.dies_after} not in life.of("trained"):
+    while {"step": trainer.dies_after} not in life.of("trained") or life.orchestrator._saves:
         assert trainer.error is None, trainer.error
         assert not running.done() or running.result() is None
         await asyncio.sleep(0.002)

@@ -84,6 +84,43 @@ def test_ledger_makes_releases_wait_for_open_snapshots() -> None:
     assert ledger.bytes == len(ledger) == 0
 
 
+def test_ledger_sees_to_many_files_piece_by_piece() -> None:
+    """Rule 12: whatever a batch or a snapshot held, a call costs the loop a bounded number of files."""
+    ledger, n = Ledger(), 5 * Ledger.AT_ONCE
+    for i in range(n):
+        ledger.ship(1 + i % 2, ledger.hold([segment(f"v{i % 2}/{i}")]))
+    ledger.trained(1)
+    assert len(ledger) == n - Ledger.AT_ONCE and ledger.untrained_steps == [2]
+    waiting = ledger.open_snapshot()
+    ledger.trained(2)
+    first = ledger.take_free(10)
+    assert len(first) == 10 and first == sorted(first)
+    assert len(ledger.take_free()) == Ledger.AT_ONCE - 10, (
+        "the others were still held when the snapshot opened"
+    )
+    assert not ledger.has_free and ledger.oldest_version() == 0
+    ledger.close_snapshot(waiting)
+    assert ledger.has_free and len(ledger) == n - 2 * Ledger.AT_ONCE
+    while ledger.has_free:
+        assert len(ledger.take_free(100)) <= 100
+    assert ledger.bytes == len(ledger) == 0 and ledger.oldest_version() is None
+
+
+def test_ledger_what_is_held_again_waits_for_the_later_snapshot() -> None:
+    """Bug: a file let go under one snapshot, held again and let go under the next was freed with the first."""
+    ledger = Ledger()
+    held = ledger.hold([segment("v0/x")])
+    first = ledger.open_snapshot()
+    ledger.release(held)
+    held = ledger.hold([segment("v0/x")])
+    second = ledger.open_snapshot()
+    ledger.release(held)
+    ledger.close_snapshot(first)
+    assert not ledger.has_free and "v0/x" in ledger
+    ledger.close_snapshot(second)
+    assert ledger.take_free() == ["v0/x"]
+
+
 def test_ledger_random_walk_agrees_with_a_plain_model() -> None:
     """Holds and releases in any order: held files, bytes and least version are those of a plain count."""
     chance = random.Random(7)

@@ -31,6 +31,7 @@ from prime_io.manifest import (
     read_state,
     remove_unfinished,
     seal,
+    skipped_files,
     verify_files,
 )
 from prime_io.pins import PinMode, Pins, pin_all, probe_links
@@ -205,12 +206,11 @@ class CheckpointManager:
             if ORCHESTRATOR in step.stamps:
                 where = self._steps.path / step.name / ORCHESTRATOR
                 try:
-                    manifest = read_manifest(_native.Root(str(where)), "", where, kind=Manifest)
+                    files |= skipped_files(_native.Root(str(where)), where)
                 except (FileNotFoundError, CorruptCheckpointError):
                     if self._steps.there(step.number, ORCHESTRATOR):
                         raise
                     continue  # retention took it meanwhile: nobody will resume from it
-                files.update(file for file, pin in manifest.pins.items() if pin.how == "skip")
         return files
 
     def load(

@@ -7,14 +7,14 @@ seen. It is written last: a component without a good one is not there.
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
 
 from prime_io import _native
+from prime_io.slices import in_slices
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -24,6 +24,8 @@ STATE = "state.msgpack"
 How = Literal["link", "copy", "skip"]
 _T = TypeVar("_T")
 
+_PINS = b',"pins":{'  # last, before the seal; inside a string its quotes would be escaped
+_SKIPPED = b'"how":"skip"'
 _SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"\}\n')
 _SEAL_SIZE = len(',"xxh3":"0123456789abcdef"}\n')
 
@@ -69,22 +71,13 @@ class _Format(msgspec.Struct, frozen=True):
     format: int
 
 
-def in_slices(items: Sequence[_T], *, size: int = 256) -> Iterator[Sequence[_T]]:
-    """Slices of `items`. Gives up the interpreter between them, so that the event loop of a process that
-    saves large snapshots never waits long for this thread (rule 12)."""
-    for start in range(0, len(items), size):
-        if start:
-            time.sleep(1e-4)
-        yield items[start : start + size]
-
-
 def seal(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`."""
     pins = list(manifest.pins.items())
     body = [msgspec.json.encode(msgspec.structs.replace(manifest, pins={}))[:-1]]
     if pins:
         parts = [msgspec.json.encode(dict(part))[1:-1] for part in in_slices(pins)]
-        body += [b',"pins":{', b",".join(parts), b"}"]
+        body += [_PINS, b",".join(parts), b"}"]
     data = b"".join(body)
     data += b',"xxh3":"' + _native.xxh3(data).encode() + b'"}\n'
     if len(data) > MANIFEST_LIMIT:
@@ -97,8 +90,10 @@ def seal(manifest: Manifest) -> bytes:
 
 def unseal(data: bytes, path: str | Path, *, kind: type[_T]) -> _T:
     """Decode a manifest (or the head of one). CorruptCheckpointError naming `path` if it is damaged."""
+    at = data.find(_PINS)
+    head = data if at < 0 else data[:at] + b"}"  # one decode of all pins would hold the interpreter too long
     try:
-        version = msgspec.json.decode(data, type=_Format).format
+        version = msgspec.json.decode(head, type=_Format).format
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(f"read {path}: torn or edited, not a manifest ({error})") from error
     if version != FORMAT:
@@ -107,24 +102,37 @@ def unseal(data: bytes, path: str | Path, *, kind: type[_T]) -> _T:
             "release that wrote the checkpoint, or a newer one"
         )
     found = _SEAL.fullmatch(data[-_SEAL_SIZE:])
-    if found is None or _native.xxh3(data[:-_SEAL_SIZE]).encode() != found[1]:
+    if found is None or _native.xxh3(memoryview(data)[:-_SEAL_SIZE]).encode() != found[1]:
         raise CorruptCheckpointError(f"read {path}: torn or edited, its checksum does not fit")
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data if issubclass(kind, Manifest) else head, type=kind)
     except msgspec.DecodeError as error:
         raise CorruptCheckpointError(f"read {path}: not a manifest ({error})") from error
 
 
 def read_manifest(root: _native.Root, directory: str, where: Path, *, kind: type[_T]) -> _T:
     """Read `<directory>/manifest.json` of `root`; `where` is the full path of `directory`, for messages."""
+    return unseal(_read(root, directory, where), where / MANIFEST, kind=kind)
+
+
+def skipped_files(root: _native.Root, where: Path) -> set[str]:
+    """The files that the manifest in `root` names without a pin of its own (`pin="skip"`)."""
+    data = _read(root, "", where)
+    if _SKIPPED not in data:
+        unseal(data, where / MANIFEST, kind=Stamp)
+        return set()
+    pins = unseal(data, where / MANIFEST, kind=Manifest).pins
+    return {file for part in in_slices(list(pins)) for file in part if pins[file].how == "skip"}
+
+
+def _read(root: _native.Root, directory: str, where: Path) -> bytes:
     path = f"{directory}/{MANIFEST}" if directory else MANIFEST
     try:
-        data = root.read(path, limit=MANIFEST_LIMIT)
+        return root.read(path, limit=MANIFEST_LIMIT)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptCheckpointError(f"read {where / MANIFEST}: there is no manifest") from error
     except ValueError as error:
         raise CorruptCheckpointError(f"read {where / MANIFEST}: {error}") from error
-    return unseal(data, where / MANIFEST, kind=kind)
 
 
 def remove_unfinished(root: _native.Root) -> None:

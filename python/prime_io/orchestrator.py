@@ -19,10 +19,10 @@ import msgspec
 from .checkpoint import CheckpointManager
 from .dispatcher import Dispatcher
 from .exchange import Exchange
-from .manifest import in_slices
 from .restore import RestoreReport, sink_state
 from .segment import PayloadSegment
 from .sink import EpisodeRefusedError, TrainSink
+from .slices import in_slices
 from .snapshot import Snapshot
 from .source import TrainSource
 from .state import decode_state, encode_state
@@ -64,7 +64,7 @@ class Cut(NamedTuple):
         segments: list[PayloadSegment] = []
         spills: list[PayloadSegment] = []
         everything: list[msgspec.Raw | StoredEpisode] = [*self.queue, *self.members]
-        for part in in_slices(everything, size=64):
+        for part in in_slices(everything, size=32):
             for item in part:
                 work: QueuedTrace | StoredEpisode
                 work = item if isinstance(item, StoredEpisode) else _decode_trace(item)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from prime_io import _native
-from prime_io.manifest import How, Manifest, Pin, in_slices
+from prime_io.manifest import How, Manifest, Pin
+from prime_io.slices import in_slices
 from prime_io.steps import log
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from prime_io.store import PayloadStore
 
 PinMode = Literal["link", "copy", "skip"]
+
+_BATCH = 1024
 
 # What an fdatasync that failed leaves behind is unknown, and a second one says it is fine.
 _LOST = frozenset(
@@ -104,11 +107,12 @@ def pin_all(
     modes: tuple[PinMode, PinMode] = ("link", mode)
     for sums, how in zip((spilled, payloads), modes, strict=True):
         files = list(sums)
-        if how == "link":
-            files = _sync(store, files, result.missing)
-        answers = _sizes(store, files) if how == "skip" else _pin(commit, store, files, copy=how == "copy")
-        for part in in_slices(list(zip(files, answers, strict=True))):
-            for file, answer in part:
+        # In slices: making a native call's arguments and results holds the interpreter, item by item.
+        for part in in_slices(files, size=_BATCH):
+            if how == "link":
+                part = _sync(store, part, result.missing)
+            answers = _sizes(store, part) if how == "skip" else _pin(commit, store, part, copy=how == "copy")
+            for file, answer in zip(part, answers, strict=True):
                 if isinstance(answer, FileNotFoundError):
                     result.missing.append(file)
                 elif isinstance(answer, Exception):
@@ -139,34 +143,34 @@ def probe_links(store: PayloadStore, checkpoints: Path) -> bool:
     return True
 
 
-def _by_file(segments: Sequence[PayloadSegment]) -> dict[str, list[str]]:
-    sums: dict[str, list[str]] = {}
+def _by_file(segments: Sequence[PayloadSegment]) -> dict[str, tuple[str, ...]]:
+    """The checksums of each file's segments. Tuples of strings: the garbage collector does not walk those."""
+    sums: dict[str, tuple[str, ...]] = {}
     for part in in_slices(segments):
         for segment in part:
-            found = sums.setdefault(segment.file, [])
+            found = sums.setdefault(segment.file, ())
             if segment.checksum:
-                found.append(segment.checksum)
+                sums[segment.file] = (*found, segment.checksum)
     return sums
 
 
-def _sync(store: PayloadStore, files: list[str], missing: list[str]) -> list[str]:
+def _sync(store: PayloadStore, files: Sequence[str], missing: list[str]) -> list[str]:
     """Make the bytes of `files` durable; returns those for which it worked."""
     good: list[str] = []
-    for part in in_slices(list(zip(files, store.sync(files), strict=True))):
-        for file, error in part:
-            if error is None:
-                good.append(file)
-                continue
-            if not isinstance(error, FileNotFoundError):
-                if not isinstance(error, OSError) or error.errno not in _LOST:
-                    raise error
-                log.error("%s; no checkpoint holds it", error)
-            missing.append(file)
+    for file, error in zip(files, store.sync(files), strict=True):
+        if error is None:
+            good.append(file)
+            continue
+        if not isinstance(error, FileNotFoundError):
+            if not isinstance(error, OSError) or error.errno not in _LOST:
+                raise error
+            log.error("%s; no checkpoint holds it", error)
+        missing.append(file)
     return good
 
 
 def _pin(
-    commit: _native.Commit, store: PayloadStore, files: list[str], *, copy: bool
+    commit: _native.Commit, store: PayloadStore, files: Sequence[str], *, copy: bool
 ) -> list[tuple[int, How] | Exception]:
     answers: list[tuple[int, How] | Exception] = []
     for answer in commit.pin(store.native, [(file, True) for file in files], copy=copy):
@@ -177,7 +181,7 @@ def _pin(
     return answers
 
 
-def _sizes(store: PayloadStore, files: list[str]) -> list[tuple[int, How] | Exception]:
+def _sizes(store: PayloadStore, files: Sequence[str]) -> list[tuple[int, How] | Exception]:
     present, sizes, errors = store.native.probe(files, sizes=True)
     answers: list[tuple[int, How] | Exception] = []
     for file, there, size, code in zip(files, present, array("q", sizes), array("i", errors), strict=True):

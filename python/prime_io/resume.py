@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from .segment import FieldSpec, PayloadSegment, byte_range
 from .types import OpenGroup
@@ -103,13 +103,21 @@ class Ledger:
     Work holds its files while it waits, a shipped batch until it was trained. While a snapshot is open (from the
     cut until its save is over), files whose last holder lets go wait for it: so a cut costs nothing per file, and
     releases wait for saves. A file that nobody needs any more waits in the ledger until `take_free`.
+
+    Where many files are let go at once (a batch was trained, a save is over), only the first few are seen to then
+    and there, the others by `take_free`, as many at a time as its caller asks for. Until then they count as needed.
     """
+
+    AT_ONCE: Final = 256
+    """How many files are seen to in one go: well under a millisecond of the event loop."""
 
     def __init__(self) -> None:
         self._holders: dict[str, int] = {}  # 0: only an open snapshot needs it
         self._sizes: dict[str, int] = {}
         self._versions: Counter[int] = Counter()
-        self._shipped: dict[int, tuple[str, ...]] = {}
+        self._shipped: dict[int, list[tuple[str, ...]]] = {}
+        self._leaving: deque[str] = deque()  # holds that are given up
+        self._closed: set[str] = set()  # let go while snapshots were open that are closed now
         self._snapshots: list[set[str]] = []  # open ones, the oldest first; what was let go since
         self._free: set[str] = set()
         self.bytes = 0
@@ -136,6 +144,9 @@ class Ledger:
                 self._holders[file] = self._sizes[file] = 0
                 self._versions[versions[file]] += 1
                 self._free.discard(file)
+            elif not self._holders[file]:
+                for waiting in (*self._snapshots, self._closed):
+                    waiting.discard(file)
             self._holders[file] += 1
             if size > self._sizes[file]:
                 self.bytes += size - self._sizes[file]
@@ -152,6 +163,11 @@ class Ledger:
                     self._snapshots[-1].add(file)
                 else:
                     self._let_go(file)
+
+    def release_later(self, files: Iterable[str]) -> None:
+        """As `release`, for many files at once."""
+        self._leaving.extend(files)
+        self._settle(self.AT_ONCE)
 
     def discard(self, segments: Iterable[PayloadSegment]) -> None:
         """Files that came with work nobody takes: free at once, unless somebody needs them."""
@@ -170,18 +186,19 @@ class Ledger:
         if at:
             self._snapshots[at - 1] |= snapshot
             return
-        for file in snapshot:
-            if self._holders.get(file) == 0:
-                self._let_go(file)
+        self._closed |= snapshot
+        self._settle(self.AT_ONCE)
 
     def ship(self, step: int, held: Iterable[str]) -> None:
         """Holds that pass to batch `step`, until `trained`."""
-        self._shipped[step] = self._shipped.get(step, ()) + tuple(held)
+        self._shipped.setdefault(step, []).append(tuple(held))
 
     def trained(self, step: int) -> None:
         """Batches up to `step` were read and trained; cumulative, repeating it is harmless."""
         for shipped in [s for s in self._shipped if s <= step]:
-            self.release(self._shipped.pop(shipped))
+            for held in self._shipped.pop(shipped):
+                self._leaving.extend(held)
+        self._settle(self.AT_ONCE)
 
     @property
     def untrained_steps(self) -> list[int]:
@@ -191,16 +208,32 @@ class Ledger:
     @property
     def has_free(self) -> bool:
         """Whether `take_free` would return any."""
-        return bool(self._free)
+        return bool(self._free or self._leaving or self._closed)
 
-    def take_free(self) -> list[str]:
-        """The files nobody needs any more; the caller reclaims them."""
-        free, self._free = sorted(self._free), set()
-        return free
+    def take_free(self, limit: int | None = None) -> list[str]:
+        """The files nobody needs any more, at most `limit` of them; the caller reclaims them.
+
+        With a limit it may return none while `has_free` still says that there are: ask again.
+        """
+        self._settle(limit)
+        n = len(self._free) if limit is None else min(limit, len(self._free))
+        return sorted(self._free.pop() for _ in range(n))
 
     def oldest_version(self) -> int | None:
         """The least k over the `v<k>` of needed files."""
         return min(self._versions, default=None)
+
+    def _settle(self, limit: int | None) -> None:
+        """See to at most `limit` of the files that were let go."""
+        left = len(self._leaving) + len(self._closed) if limit is None else limit
+        while self._leaving and left > 0:
+            self.release((self._leaving.popleft(),))
+            left -= 1
+        while self._closed and left > 0:
+            file = self._closed.pop()
+            if not self._holders[file]:
+                self._let_go(file)
+            left -= 1
 
     def _let_go(self, file: str) -> None:
         del self._holders[file]

@@ -45,6 +45,8 @@ log = logging.getLogger("prime_io.sink")
 
 T = TypeVar("T")
 
+_SYNCED_TOGETHER = 1024
+
 
 class EpisodeRefusedError(ValueError):
     """An episode that this sink must not take: of another lineage, of an unpublished policy, or one too many."""
@@ -453,14 +455,16 @@ class TrainSink:
         if self._fresh_for == self.progress.step:
             return
         self._fresh_for = self.progress.step
-        stale = [queued for queued in self._queue if self._stale(queued)]
+        stale, fresh = list[_Queued](), list[_Queued]()
+        for queued in self._queue:
+            (stale if self._stale(queued) else fresh).append(queued)
         if not stale:
             return
-        self._queue = [queued for queued in self._queue if not self._stale(queued)]
+        self._queue = fresh
         heapq.heapify(self._queue)
         for queued in stale:
             self._queued_tokens -= queued.n_tokens
-            self.ledger.release(queued.held)
+        self.ledger.release_later(file for queued in stale for file in queued.held)
         self._dropped("stale_queued", [queued.trace_id for queued in stale])
         self._reclaim()
 
@@ -495,8 +499,12 @@ class TrainSink:
             self._reclaiming.start()
 
     async def _unlink(self) -> None:
-        while free := self.ledger.take_free():
+        while self.ledger.has_free:
+            free = self.ledger.take_free(self.ledger.AT_ONCE)
             files = [file for file in free if file not in self._spared]
+            if not files:
+                await asyncio.sleep(0)
+                continue
             results = await asyncio.to_thread(self.store.reclaim, files)
             for file, result in zip(files, results, strict=True):
                 if isinstance(result, Exception):
@@ -508,7 +516,7 @@ class TrainSink:
     async def _sync(self) -> None:
         """Make files of queued traces durable in the background, so that a checkpoint has little left to do."""
         while self._unsynced:
-            files, self._unsynced = sorted(self._unsynced), set()
+            files = sorted(self._unsynced.pop() for _ in range(min(_SYNCED_TOGETHER, len(self._unsynced))))
             for file, error in zip(files, await asyncio.to_thread(self.store.sync, files), strict=True):
                 if error is not None and file in self.ledger:
                     self.counters["sync_failed"] += 1

@@ -21,6 +21,7 @@ from prime_io import _native
 from prime_io._native import CorruptPayloadError
 from prime_io.gather import Array, Gather, Ragged, Valid, gather_many, gather_ragged
 from prime_io.segment import PayloadSegment, byte_range, check, whole_tensor
+from prime_io.slices import in_slices
 from prime_io.sweep import GRACE_S, SweepReport, sweep
 from prime_io.tensors import field_bytes
 from prime_io.writer import FILLER, PayloadWriter
@@ -28,6 +29,7 @@ from prime_io.writer import FILLER, PayloadWriter
 __all__ = ["CorruptPayloadError", "Gather", "PayloadStore", "PayloadWriter", "Probe", "Ragged", "SweepReport"]
 
 
+_SIZED_TOGETHER: Final = 8192
 _ANSWERS: Final = (0, errno.ENOENT, errno.ENODATA, errno.EINVAL)
 
 
@@ -299,19 +301,29 @@ class PayloadStore:
         needs: list[int] = []
         wrong: list[int] = []
         with_needs = sizes
-        for i, item in enumerate(asked):
-            if isinstance(item, str):
-                names.append(item)
-                needs.append(0)
-                continue
-            with_needs = True
-            names.append(item.file)
-            try:
-                needs.append(byte_range(item)[1])
-            except ValueError:
-                needs.append(0)
-                wrong.append(i)
-        present, size, code = self.native.probe(names, needs=needs if with_needs else None, sizes=with_needs)
+        for part in in_slices(asked if isinstance(asked, Sequence) else list(asked)):
+            for item in part:
+                if isinstance(item, str):
+                    names.append(item)
+                    needs.append(0)
+                    continue
+                with_needs = True
+                names.append(item.file)
+                try:
+                    needs.append(byte_range(item)[1])
+                except ValueError:
+                    wrong.append(len(needs))
+                    needs.append(0)
+        present, size, code = bytearray(), bytearray(), bytearray()
+        # Names alone are looked for in listings of their directories, each read once: they cross in one call.
+        # With sizes every file is asked for, so slices cost nothing, and one call's arguments hold the loop up.
+        together = _SIZED_TOGETHER if with_needs else max(1, len(names))
+        parts = zip(in_slices(names, size=together), in_slices(needs, size=together), strict=True)
+        for some, least in parts:
+            answer = self.native.probe(some, needs=least if with_needs else None, sizes=with_needs)
+            present += answer[0]
+            size += answer[1]
+            code += answer[2]
         result = Probe(
             np.frombuffer(present, np.bool_), np.frombuffer(size, np.int64), np.frombuffer(code, np.int32)
         )

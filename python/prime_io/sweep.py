@@ -12,6 +12,8 @@ from typing import Final
 
 import msgspec
 
+from prime_io.slices import in_slices
+
 __all__ = ["GRACE_S", "SweepReport", "sweep"]
 
 GRACE_S: Final = 3600.0
@@ -59,22 +61,23 @@ def sweep(
     live = set(_roots(roots() if callable(roots) else roots))
     kept = spared = foreign = temporaries = size_of_all = 0
     doomed: list[tuple[str, int, bool]] = []
-    for file, size, mtime_ns, kind in listed:
-        if kind == "foreign":
-            foreign += 1
-        elif file in live:
-            kept += 1
-        elif kind == "dead":
-            doomed.append((file, size, True))
-        elif kind == "temporary":
-            if before is None and mtime_ns <= old:
+    for part in in_slices(listed):
+        for file, size, mtime_ns, kind in part:
+            if kind == "foreign":
+                foreign += 1
+            elif file in live:
+                kept += 1
+            elif kind == "dead":
                 doomed.append((file, size, True))
+            elif kind == "temporary":
+                if before is None and mtime_ns <= old:
+                    doomed.append((file, size, True))
+                else:
+                    spared += 1
+            elif before is None or (_version(file) < before and mtime_ns <= old):
+                doomed.append((file, size, False))
             else:
                 spared += 1
-        elif before is None or (_version(file) < before and mtime_ns <= old):
-            doomed.append((file, size, False))
-        else:
-            spared += 1
     results: Sequence[int | Exception]
     results = [size for _, size, _ in doomed] if dry_run else reclaim(f for f, _, _ in doomed)
     reclaimed: list[str] = []
@@ -93,16 +96,17 @@ def _roots(files: Iterable[str]) -> Iterator[str]:
     """The root files, each a plain relative name: another spelling of it would not keep its file."""
     if isinstance(files, str | bytes):
         raise TypeError("roots is a single string: pass an iterable of files, or a callable returning one")
-    for file in files:
-        if not isinstance(file, str):
-            raise TypeError(
-                f"a root is a {type(file).__name__}: pass the segments' files, see `segment.files`"
-            )
-        if not _NAME.fullmatch(file):
-            raise ValueError(
-                f"the root {file!r} is not a file's name relative to the store: nothing was swept"
-            )
-        yield file
+    for part in in_slices(list(files)):
+        for file in part:
+            if not isinstance(file, str):
+                raise TypeError(
+                    f"a root is a {type(file).__name__}: pass the segments' files, see `segment.files`"
+                )
+            if not _NAME.fullmatch(file):
+                raise ValueError(
+                    f"the root {file!r} is not a file's name relative to the store: nothing was swept"
+                )
+            yield file
 
 
 def _version(file: str) -> int:

@@ -2,8 +2,8 @@
 
 Two forms of the same thing. `Sample`, `Trace` and `Episode` hold arrays: what a worker hands over and what a
 scorer sees. `StoredSample`, `StoredTrace`, `StoredEpisode` and `QueuedTrace` hold segments in their place: what
-waits in memory, goes into a checkpoint and into a batch. They are immutable; `columns.py` turns one into the
-other.
+waits in memory, goes into a checkpoint and into a batch. They are immutable, and no part of a cycle: the garbage
+collector, which stops the event loop while it looks, need not know them. `columns.py` turns one into the other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Policy(msgspec.Struct):
     version: int = 0
 
 
-class PolicySpan(msgspec.Struct, frozen=True, array_like=True):
+class PolicySpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The policy versions that produced an episode: the first and the last."""
 
     start: int
@@ -91,7 +91,7 @@ class Episode(msgspec.Struct):
     error: str | None = None
 
 
-class StoredSample(msgspec.Struct, frozen=True):
+class StoredSample(msgspec.Struct, frozen=True, gc=False):
     """A sample whose per-token arrays are in a spill file: `columns` has one segment per array."""
 
     n_tokens: int
@@ -110,7 +110,7 @@ class StoredSample(msgspec.Struct, frozen=True):
         yield from self.columns.values()
 
 
-class StoredTrace(msgspec.Struct, frozen=True):
+class StoredTrace(msgspec.Struct, frozen=True, gc=False):
     """A trace by handle."""
 
     id: str
@@ -120,7 +120,7 @@ class StoredTrace(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-class StoredEpisode(msgspec.Struct, frozen=True):
+class StoredEpisode(msgspec.Struct, frozen=True, gc=False):
     """An episode by handle, a member of an open group. One without traces (errored, rejected) owns no file."""
 
     id: str
@@ -152,7 +152,7 @@ class StoredEpisode(msgspec.Struct, frozen=True):
         yield from self.spills()
 
 
-class QueuedTrace(msgspec.Struct, frozen=True):
+class QueuedTrace(msgspec.Struct, frozen=True, gc=False):
     """A scored trace waiting for a batch. `arrival` orders traces of equal version."""
 
     trace_id: str

@@ -1,0 +1,19 @@
+"""Long work in threads, in slices: what keeps the event loop of the same process awake (rule 12)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+def in_slices(items: Sequence[_T], *, size: int = 256) -> Iterator[Sequence[_T]]:
+    """Slices of `items`. Gives up the interpreter between them, so that the event loop of a process that
+    saves large snapshots never waits long for this thread: it would get its turn only every 5 ms otherwise.
+    Not for the loop's own thread."""
+    for start in range(0, len(items), size):
+        if start:
+            time.sleep(1e-4)
+        yield items[start : start + size]
