@@ -90,7 +90,10 @@ class Demo:
         the weights are out that let the batch of that checkpoint ship: it finds them together with the
         results that came meanwhile.
         """
-        step = max((e["step"] for e in self.events.of("trained_batch")), default=0)
+        trained = [(e["step"], e["t"]) for e in self.events.of("trained_batch")]
+        step, at = trained[-1] if trained else (0, 0.0)
+        if time.time() < at + 0.4 * self.settings.step_s:
+            return  # the moment to kill at may be coming right now
         due = step + 3  # a batch ships when the policy is two steps behind it, and that one is being trained
         if due % self.settings.checkpoint_every or due in self.held:
             return
