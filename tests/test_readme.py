@@ -9,18 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from prime_io import CheckpointManager, Episode, Rollout, prepare_resume
+from prime_io import CheckpointManager, Episode, Rollout
 
 README = Path(__file__).parents[1] / "README.md"
 
 
 def test_the_examples_of_the_readme_run(tmp_path: Path) -> None:
     """README: the three sides, pasted, train to the last step, resume from it and go on."""
-    worker, orchestrator, trainer = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    start, worker, orchestrator, trainer = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     seen: list[tuple[int, bool]] = []
+    loaded: list[bytes] = []
 
-    def life(max_steps: int) -> None:
+    def life(max_steps: int, *, resumed_from: int | None) -> None:
         sides: dict[str, Any] = {"run": tmp_path}
+        exec(start, sides)
+        assert sides["begin"](tmp_path).resumed_from == resumed_from
         for source in (worker, orchestrator, trainer):
             exec(source, sides)
 
@@ -39,18 +42,20 @@ def test_the_examples_of_the_readme_run(tmp_path: Path) -> None:
             (directory / "model").write_bytes(b"weights")
             return directory
 
+        def load(directory: Path) -> None:
+            loaded.append((directory / "model").read_bytes())
+
         async def both() -> None:
             await asyncio.gather(
                 sides["orchestrate"](tmp_path, run_episode, ["a", "b", "c"], max_steps),
-                asyncio.to_thread(sides["train"], tmp_path, learn, lambda: {"w": b"w"}, save),
+                asyncio.to_thread(sides["train"], tmp_path, learn, lambda: {"w": b"w"}, save, load),
             )
 
         asyncio.run(both())
 
-    prepare_resume(tmp_path, None)
-    life(3)
+    life(3, resumed_from=None)
     assert CheckpointManager(run_dir=tmp_path).latest() == 3
-    prepare_resume(tmp_path, 3)
-    life(5)
+    life(5, resumed_from=3)
+    assert loaded == [b"weights"]
     assert set(seen) == {(3, True)}
     assert CheckpointManager(run_dir=tmp_path).latest() == 5

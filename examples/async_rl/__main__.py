@@ -77,7 +77,7 @@ class Demo:
             time.sleep(self.pause_s)
         finally:
             life.close()
-        self.show("killed")
+        self.show("stopped")
         moment = Moment.look(self.run_dir, self.lives[0], self.events)
         if moment is None or moment.trained == self.settings.steps or moment.lacks(self.settings):
             return None
@@ -168,6 +168,8 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
     for attempt in range(1, ATTEMPTS + 1):
         run = directory / f"attempt-{attempt}"
+        if run.exists():
+            parser.error(f"--run {directory} holds a run already; give a new directory")
         run.mkdir(parents=True)
         settings.save(run)
         demo = Demo(run, settings, console)
