@@ -109,18 +109,16 @@ class Store:
         """
 
     def probe(
-        self,
-        files: Sequence[str],
-        *,
-        needs: Sequence[int] | None = None,
-        sizes: bool = False,
-        method: str = "auto",
+        self, asked: list[str | _Segment], *, sizes: bool = False, method: str = "auto"
     ) -> tuple[bytearray, bytearray, bytearray]:
         """Which files are there: (present u8[n], size i64[n] or -1, errno i32[n]), native endian.
 
-        `needs[i]` is the least size that counts; a shorter file is not present, errno ENODATA. Missing:
-        ENOENT. Not a regular file or a name that is not allowed: EINVAL; a symbolic link: ELOOP. Sizes are
-        asked for if `needs` or `sizes`, else -1. `method`: "auto" | "scan" | "stat".
+        A segment asks for its file, and that it reaches to the segment's end; a shorter file is not present,
+        ENODATA. Missing: ENOENT. Not a regular file, a name that is not allowed, or a segment that cannot be
+        (negative, overflow, unknown dtype): EINVAL; a symbolic link: ELOOP. Sizes are given if a segment is
+        asked for, or with `sizes`, else -1. `method`: "auto" | "scan" | "stat". TypeError for what is
+        neither a name nor a segment. While it reads a long list, it lets other threads of the interpreter run
+        every millisecond.
         """
 
     def gather(

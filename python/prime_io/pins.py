@@ -182,7 +182,7 @@ def _pin(
 
 
 def _sizes(store: PayloadStore, files: Sequence[str]) -> list[tuple[int, How] | Exception]:
-    present, sizes, errors = store.native.probe(files, sizes=True)
+    present, sizes, errors = store.native.probe(list(files), sizes=True)
     answers: list[tuple[int, How] | Exception] = []
     for file, there, size, code in zip(files, present, array("q", sizes), array("i", errors), strict=True):
         if there:

@@ -147,16 +147,15 @@ impl Store {
         })
     }
 
-    #[pyo3(signature = (files, *, needs=None, sizes=false, method="auto"))]
+    #[pyo3(signature = (asked, *, sizes=false, method="auto"))]
     fn probe<'py>(
         &self,
         py: Python<'py>,
-        files: Vec<String>,
-        needs: Option<Vec<Bound<'py, PyAny>>>,
+        asked: &Bound<'py, PyList>,
         sizes: bool,
         method: &str,
     ) -> PyResult<super::probe::Columns<'py>> {
-        super::probe::probe(py, &*self.core()?, &files, needs.as_deref(), sizes, method)
+        super::probe::probe(py, &*self.core()?, asked, sizes, method)
     }
 
     fn reclaim<'py>(&self, py: Python<'py>, files: Vec<String>) -> PyResult<Bound<'py, PyList>> {
