@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use twox_hash::XxHash3_64;
 
 use crate::fs::{FileKind, Fs, Io, check_path, split_path, whole};
-use crate::store::Store;
+use crate::store::{Group, Store, group};
 use crate::threads::{self, IO_THREADS};
 
 /// How a probe looks.
@@ -58,13 +58,6 @@ impl Answer {
     }
 }
 
-/// The names that are asked for in one directory.
-struct Group<'a> {
-    parent: &'a str,
-    /// Their places among all files.
-    indices: Vec<usize>,
-}
-
 /// What is known of a group: the open directory, or why it has none; for each name whether its listing
 /// shows a regular file (empty: it was not listed).
 type Opened<F> = Io<(<F as Fs>::Dir, Vec<bool>)>;
@@ -80,7 +73,7 @@ impl<F: Fs> Store<F> {
     ) -> Vec<Answer> {
         let sizes = sizes || needs.is_some();
         let mut answers = vec![Answer::error(Errno::INVAL); files.len()];
-        let groups = group(files);
+        let groups = group(files.iter().copied());
         // Freshly opened: that makes an NFS client ask its server again.
         let root = self.fs.open_dir(&self.dir, "");
         let opened = threads::map_long(&groups, IO_THREADS, |group, judge| match &root {
@@ -264,27 +257,6 @@ impl Hasher for Keyed {
     fn finish(&self) -> u64 {
         self.0
     }
-}
-
-/// The files by their directories, in order of appearance.
-fn group<'a>(files: &[&'a str]) -> Vec<Group<'a>> {
-    let mut places: HashMap<&str, usize> = HashMap::new();
-    let mut groups: Vec<Group<'a>> = Vec::new();
-    let mut last = 0;
-    for (index, file) in files.iter().enumerate() {
-        let parent = split_path(file).0;
-        if groups.get(last).is_none_or(|group| group.parent != parent) {
-            last = *places.entry(parent).or_insert(groups.len());
-            if last == groups.len() {
-                groups.push(Group {
-                    parent,
-                    indices: Vec::new(),
-                });
-            }
-        }
-        groups[last].indices.push(index);
-    }
-    groups
 }
 
 #[cfg(test)]

@@ -22,15 +22,19 @@ const JUDGE: Duration = Duration::from_micros(200);
 /// Calls `f` for every item on up to `most` threads, the caller's among them; results in order.
 ///
 /// A thread that cannot be started is done without; a panic of `f` is a panic of the call.
-pub fn map<T: Sync, R: Send>(items: &[T], most: usize, f: impl Fn(&T) -> R + Sync) -> Vec<R> {
+pub fn map<'a, T: Sync, R: Send>(
+    items: &'a [T],
+    most: usize,
+    f: impl Fn(&'a T) -> R + Sync,
+) -> Vec<R> {
     map_long(items, most, |item, _| f(item))
 }
 
 /// As [`map`], for items of many operations each: `f` is to call its second argument between them.
-pub fn map_long<T: Sync, R: Send>(
-    items: &[T],
+pub fn map_long<'a, T: Sync, R: Send>(
+    items: &'a [T],
     most: usize,
-    f: impl Fn(&T, &mut dyn FnMut()) -> R + Sync,
+    f: impl Fn(&'a T, &mut dyn FnMut()) -> R + Sync,
 ) -> Vec<R> {
     if items.len() <= 1 || most <= 1 {
         return items.iter().map(|item| f(item, &mut || ())).collect();
@@ -76,7 +80,7 @@ struct Crew<'a, T, R, F> {
     done: Mutex<Vec<Vec<(usize, R)>>>,
 }
 
-impl<T: Sync, R: Send, F: Fn(&T, &mut dyn FnMut()) -> R + Sync> Crew<'_, T, R, F> {
+impl<'a, T: Sync, R: Send, F: Fn(&'a T, &mut dyn FnMut()) -> R + Sync> Crew<'a, T, R, F> {
     /// What each thread does.
     fn work<'scope>(&'scope self, scope: &'scope thread::Scope<'scope, '_>) {
         let mut watch = Watch::start();

@@ -112,7 +112,8 @@ def test_scan_and_retire(store: Store) -> None:
     mtimes = {file: mtime for file, _, mtime, _ in store.scan()}
     assert mtimes[one] == os.stat(f"{store.root}/{one}").st_mtime_ns
     assert store.versions() == [1, 12]
-    assert store.retire(12) == 1 and store.versions() == [1]
+    assert store.retire(12) and not store.retire(12) and store.versions() == [1]
+    assert (store.empty_trash(), store.empty_trash()) == (1, 0)
     with pytest.raises(ValueError, match="negative"):
         store.retire(-1)
 

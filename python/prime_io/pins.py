@@ -173,7 +173,7 @@ def _pin(
     commit: _native.Commit, store: PayloadStore, files: Sequence[str], *, copy: bool
 ) -> list[tuple[int, How] | Exception]:
     answers: list[tuple[int, How] | Exception] = []
-    for answer in commit.pin(store.native, [(file, True) for file in files], copy=copy):
+    for answer in commit.pin(store.native, files, copy=copy):
         if isinstance(answer, Exception):
             answers.append(answer)
         else:

@@ -380,15 +380,23 @@ class PayloadStore:
         """The versions that have a directory, ascending."""
         return self.native.versions()
 
-    def retire(self, version: int) -> int:
-        """Remove the version directory `v<version>` with all that is in it; the number of files removed.
+    def retire(self, version: int) -> bool:
+        """Take the version directory `v<version>` out of the store, by one rename; whether it was there.
 
-        For versions that nobody writes and no root names. PermissionError if this object is not the owner.
+        For versions that nobody writes and no root names: a writer that is still in it gets OSError(ESTALE).
+        `empty_trash` frees the space, in a thread if need be. PermissionError if this object is not the owner.
         """
-        count = self.native.retire(version)
+        retired = self.native.retire(version)
         prefix = f"v{version}/"
         self._durable.difference_update([f for f in self._durable.copy() if f.startswith(prefix)])
-        return count
+        return retired
+
+    def empty_trash(self) -> int:
+        """Remove what was retired, also by an owner that died before it could; the number of files.
+
+        PermissionError if this object is not the owner. The GIL is released.
+        """
+        return self.native.empty_trash()
 
 
 def _whole(segment: PayloadSegment, out: object = None) -> Gather:
