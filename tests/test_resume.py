@@ -12,13 +12,19 @@ import msgspec
 import pytest
 
 from prime_io import (
+    Dispatcher,
+    Environment,
+    Episode,
     GroupCancellation,
     Ledger,
     OpenGroup,
     PayloadSegment,
     Policy,
     Progress,
+    Rollout,
     StoredEpisode,
+    TaskRequest,
+    TrainSource,
     missing_rollouts,
     pin_set,
     survivors,
@@ -280,6 +286,40 @@ def test_rule_04_open_groups_ask_for_exactly_what_is_missing(tmp_path: Path) -> 
             await again.sink.add(again.episode("g"))
         assert again.sink.queued == 4
         await again.sink.drain()
+
+    asyncio.run(main())
+
+
+def test_rule_04_a_group_without_results_goes_on_with_new_member_numbers(tmp_path: Path) -> None:
+    """Bug: a group dispatched before the cut, without a result yet, numbered its members from 0 after a resume."""
+
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        source = TrainSource(envs=[Environment("env", [{"q": 1}], 2)], seed=0)
+
+        async def never(rollout: Rollout) -> Episode:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        dispatcher = Dispatcher(
+            source=source,
+            run_episode=never,
+            policy=bench.policy,
+            progress=bench.progress,
+            max_inflight=2,
+            max_off_policy_steps=4,
+        )
+        dispatcher.pump()
+        state = msgspec.msgpack.decode(
+            msgspec.msgpack.encode(bench.sink.state_dict(dispatcher.open_train_groups()))
+        )
+        await dispatcher.close()
+        again, _, requests = await restart(bench, state)
+        assert requests == [TaskRequest("env", {"q": 1}, 1, 2, "env-000000", first_member=2)]
+        # Nor does the life after: what was asked for is known to the dispatcher alone.
+        state = state_of(again)
+        _, _, requests = await restart(again, state)
+        assert [request.first_member for request in requests] == [4]
 
     asyncio.run(main())
 

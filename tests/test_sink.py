@@ -236,6 +236,59 @@ def test_rule_05_a_group_never_takes_more_than_its_target(tmp_path: Path) -> Non
     run(main())
 
 
+def test_rule_05_a_group_cancelled_while_an_add_is_pending_is_scored_once(tmp_path: Path) -> None:
+    """Bug: cancelling more members while one was being spilled scored the group, and a second time with that one."""
+
+    async def main() -> None:
+        held = asyncio.Event()
+
+        async def wait(episode: Episode) -> None:
+            await held.wait()
+
+        bench = Bench(tmp_path, score_episode=wait)
+        adding = [asyncio.ensure_future(bench.sink.add(bench.episode("g"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        await bench.sink.cancel(GroupCancellation("env", "g", 2, "overload"))
+        assert not bench.forgotten, "two of its members are on their way"
+        held.set()
+        await asyncio.gather(*adding)
+        assert bench.forgotten == ["g"] and len(bench.results) == 1
+        assert bench.sink.queued == 2 and bench.sink.counters["owed"] == 2
+        await bench.sink.drain()
+
+    run(main())
+
+
+def test_rule_05_a_spill_that_fails_in_a_cancelled_group_asks_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a group cancelled while its last member's spill failed asked for a rollout that nobody waited for."""
+
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        episode, held = bench.episode("g"), asyncio.Event()
+
+        async def wait(episode: Episode) -> None:
+            await held.wait()
+
+        bench.sink._score_episode = wait
+        adding = asyncio.ensure_future(bench.sink.add(episode))
+        await asyncio.sleep(0)
+        await bench.sink.cancel(GroupCancellation("env", "g", 2, "overload"))
+
+        def full(*args: object, **kwargs: object) -> object:
+            raise OSError(28, "No space left on device", "v0")
+
+        monkeypatch.setattr(bench.store, "write", full)
+        held.set()
+        await adding
+        assert not bench.sink.requests and bench.forgotten == ["g"] and not bench.sink.open_groups
+        await bench.sink.drain()
+        assert not bench.files()
+
+    run(main())
+
+
 def test_rule_05_a_request_for_no_rollouts_cannot_be_made() -> None:
     """Rule 5: no zero-rollout request exists."""
     with pytest.raises(ValueError, match="at least 1"):

@@ -155,14 +155,14 @@ class TrainSink:
         group.pending += 1
         group.taking |= taking
         try:
-            member = await self._store_episode(episode, group)
+            await self._store_episode(episode, group)
         finally:
             group.pending -= 1
             group.taking -= taking
             # What is kept of the episode was held by `append`; what was cut away or failed is free now.
             self.ledger.release(held)
         self._reclaim()
-        if member is not None and group.complete:
+        if group.complete:
             await self._score(episode.group_id, group)
 
     async def cancel(self, cancellation: GroupCancellation) -> None:
@@ -205,8 +205,8 @@ class TrainSink:
             group.open.dispatch_version = dispatch_version
         return group
 
-    async def _store_episode(self, episode: Episode, group: _Group) -> StoredEpisode | None:
-        """Judge, score, cut and spill one episode and make it a member; None if it has to be asked for again."""
+    async def _store_episode(self, episode: Episode, group: _Group) -> None:
+        """Judge, score, cut and spill one episode and make it a member, or ask for it again."""
         if episode.ok and self._admit is not None and not self._admit(episode):
             self.counters["rejected"] += 1
             episode = _without_traces(episode, "rejected")
@@ -225,10 +225,10 @@ class TrainSink:
                 "spilling episode %s failed and its rollout is asked for again: %s", episode.id, error
             )
             self.counters["spill_failed"] += 1
-            self.requests.append(self._ask_again(episode.group_id, group, 1))
-            return None
+            if group.missing >= 0:  # it still counts as pending: unless the group was cancelled meanwhile
+                self.requests.append(self._ask_again(episode.group_id, group, 1))
+            return
         self._append(group, stored)
-        return stored
 
     def _append(self, group: _Group, stored: StoredEpisode) -> None:
         held = self.ledger.hold(stored.segments())
@@ -291,7 +291,8 @@ class TrainSink:
             if traces:
                 scored = await self._advantages(group_id, [t for _, t in traces], version)
         except OSError as error:
-            self._lose(group_id, group, [m for m in fresh if m.traces], error)
+            group.scoring = False
+            await self._lose(group_id, group, [m for m in fresh if m.traces], error)
             return
         finally:
             group.scoring = False
@@ -311,7 +312,9 @@ class TrainSink:
         self._forget(group_id, group)
         self._reclaim()
 
-    def _lose(self, group_id: str, group: _Group, lost: Sequence[StoredEpisode], error: OSError) -> None:
+    async def _lose(
+        self, group_id: str, group: _Group, lost: Sequence[StoredEpisode], error: OSError
+    ) -> None:
         """Scoring could not read or spill: its members are released and asked for again."""
         log.warning(
             "scoring group %s failed and %d rollouts are asked for again: %s", group_id, len(lost), error
@@ -323,8 +326,12 @@ class TrainSink:
                 self.ledger.release(held)
         group.members = [entry for entry in group.members if entry[0].id not in names]
         group.open.members = [member for member, _, _ in group.members]
-        self.requests.append(self._ask_again(group_id, group, len(lost)))
         self._reclaim()
+        missing = missing_rollouts(group.open)
+        if missing:
+            self.requests.append(self._ask_again(group_id, group, missing))
+        elif lost:  # all of them were cancelled meanwhile
+            await self._score(group_id, group)
 
     async def _advantages(
         self, group_id: str, traces: Sequence[StoredTrace], version: int
@@ -577,7 +584,11 @@ class TrainSink:
         for group_id, group in self._groups.items():
             dispatched = open_groups.get(group_id, group.open)
             groups[group_id] = msgspec.structs.replace(
-                group.open, members=[], task=dispatched.task, step=dispatched.step
+                group.open,
+                members=[],
+                task=dispatched.task,
+                step=dispatched.step,
+                requested=max(group.open.requested, dispatched.requested),
             )
             members[group_id] = [blob for _, blob, _ in group.members]
         return {
@@ -643,7 +654,8 @@ class _Group:
 
     @property
     def complete(self) -> bool:
-        return missing_rollouts(self.open) == 0
+        """Whether nothing more will come; what is being taken in right now still may."""
+        return missing_rollouts(self.open) == 0 and not self.pending
 
 
 class _Queued:
