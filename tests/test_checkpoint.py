@@ -12,6 +12,7 @@ from prime_io import _native
 from prime_io.checkpoint import CheckpointManager, CorruptCheckpointError
 from prime_io.lineage import prepare_resume
 from prime_io.manifest import Manifest, Pin, seal, unseal
+from prime_io.restore import saved_progress, sink_state
 from prime_io.store import PayloadStore
 from runs import both, payload, resume, save, straggle, trainer, tree
 
@@ -130,6 +131,37 @@ def test_every_edited_byte_of_a_manifest_is_seen(manager: CheckpointManager, sto
             edited[at] ^= flip
             with pytest.raises(ValueError, match="m: "):
                 unseal(bytes(edited), "m", kind=Manifest)
+
+
+@pytest.mark.parametrize("where", ["before the seal", "sealed"])
+def test_a_deeply_nested_manifest_is_damaged(
+    manager: CheckpointManager, store: PayloadStore, where: str
+) -> None:
+    """Bug: a deeply nested manifest ended a resume with a RecursionError that named no file."""
+    both(manager, store, 1)
+    path = manager.run_dir / "checkpoints/step_1/orchestrator/manifest.json"
+    good = path.read_bytes()
+    deep = b"[" * 200_000
+    if where == "sealed":
+        body = good[: good.index(b',"files"')] + b',"pins":{"v0/x":{"more":' + deep + b"]" * 200_000 + b"}}"
+        path.write_bytes(body + b',"xxh3":"' + _native.xxh3(body).encode() + b'"}\n')
+    else:
+        path.write_bytes(b'{"more":' + deep)
+    fresh = CheckpointManager(run_dir=manager.run_dir)
+    assert fresh.latest() == (1 if where == "sealed" else None)
+    with pytest.raises(CorruptCheckpointError, match="not a manifest") as error:
+        fresh.load(1, store=store)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("part", ["progress", "sink", "queue"])
+@pytest.mark.parametrize("blob", [b"\x91" * 200_000 + b"\xc0", b"\xc1", b""])
+def test_a_part_that_is_something_else_is_a_sentence(part: str, blob: bytes) -> None:
+    """Bug: a part of the state that is torn or deeply nested was a bare msgspec error, or a RecursionError."""
+    parts = {"progress": b"\x80", "source": b"", "sink": b"\x80", "queue": b"\x90", part: blob}
+    with pytest.raises(ValueError, match=f"checkpoint 3: its '{part}' state .*resume from another step"):
+        sink_state(parts, step=3)
+        saved_progress(parts, step=3)
 
 
 def test_a_damaged_newest_step_is_told(

@@ -50,6 +50,16 @@ def test_start_and_load(tmp_path: Path) -> None:
     assert json.loads((run / "LINEAGE").read_text())["format"] == 1
 
 
+def test_a_late_process_does_not_join_another_life(tmp_path: Path) -> None:
+    """Bug: a trainer that started late joined the newest lineage, whatever life it was launched for."""
+    first = prepare_resume(tmp_path, None)
+    assert Lineage.load(tmp_path, expected=first.id).id == first.id
+    second = prepare_resume(tmp_path, None)
+    with pytest.raises(LineageLeftError, match=f"in lineage {second.id}, .* launched for {first.id}"):
+        Lineage.load(tmp_path, expected=first.id)
+    assert Lineage.load(tmp_path, expected=second.id).id == second.id
+
+
 def test_load_without_a_start(tmp_path: Path) -> None:
     """Lineage.load says how to start a run that has none."""
     with pytest.raises(FileNotFoundError, match="prepare_resume"):
@@ -65,6 +75,8 @@ def test_load_without_a_start(tmp_path: Path) -> None:
         ('{"format": 1, "chain"', "torn"),
         ('{"format": 2, "lives": 3}', "format 2"),
         ('{"format": 1, "chain": []}', "chain"),
+        ('{"format": 1}', "torn or edited .*chain"),
+        ('{"format": 1, "chain": [], "more": ' + "[" * 200_000, "torn"),
         ('{"format": 1, "chain": [{"id": "a", "resumed_at": 3}]}', "chain"),
         ('{"format": 1, "chain": [{"id": "../a", "resumed_at": null}]}', "chain"),
         (

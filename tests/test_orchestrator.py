@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import json
 import os
 import threading
 import time
@@ -22,6 +24,7 @@ from prime_io import (
     Exchange,
     FieldSpec,
     Lineage,
+    LineageLeftError,
     Orchestrator,
     PayloadStore,
     Policy,
@@ -30,11 +33,13 @@ from prime_io import (
     Rollout,
     Sample,
     Trace,
+    TrainBatch,
     TrainSink,
     TrainSource,
     load_batch,
     prepare_resume,
 )
+from prime_io.testing import run_virtual
 
 FIELD = "routed_experts"
 
@@ -452,6 +457,362 @@ def test_nothing_of_dead_processes_is_left(tmp_path: Path) -> None:
         assert list(tmp_path.glob(".tmp-*"))
         await until_the_end(life, trainer)
         assert not list(tmp_path.glob(".tmp-*"))
+        life.store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("pin", ["link", "skip"])
+def test_a_damaged_manifest_of_an_old_step_skips_the_last_sweep(
+    tmp_path: Path, pin: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: a manifest of an old step that could not be read made `finish` raise; now nothing is swept, and the log
+    says why."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life, trainer = Run(tmp_path, max_steps=5, pin=pin), Trainer(tmp_path)
+        trainer.start()
+        await life.orchestrator.run()
+        await asyncio.to_thread(trainer.join, 20)
+        await life.sink.drain()
+        damaged = tmp_path / f"checkpoints/step_{life.manager.steps()[0]}/orchestrator/manifest.json"
+        damaged.write_bytes(damaged.read_bytes()[:-9])
+        life.manager._steps._kept.clear()  # as for a process that has not read it yet
+        queued = life.sink.queued_files()
+        held = {file for files in queued.values() for file in files}
+        assert held
+        assert await life.orchestrator.finish() is None
+        assert str(damaged) in caplog.text and "the sweep is left out" in caplog.text
+        assert held <= {file for file, *_ in life.store.native.scan()}
+        assert len(life.sink.ledger) == 0
+        life.store.close()
+
+    asyncio.run(main())
+
+
+def test_rule_10_an_old_life_ends_as_soon_as_another_has_begun(tmp_path: Path) -> None:
+    """Bug: a run that somebody else resumed noticed at its next save or retention only, and went on until then."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life = Run(tmp_path, max_steps=50)
+        Exchange(life.lineage).publish_weights(0, {"weights": b"w"})
+        running = asyncio.ensure_future(life.orchestrator.run())
+        while not life.of("shipped"):
+            await asyncio.sleep(0.002)
+        orphan = life.store.write({FIELD: np.zeros((2, 3, 2), np.uint8)}, version=0)[FIELD].file
+        # Its lock does not stop a resume from another host, on a filesystem that does not tell.
+        lineage_file = tmp_path / "LINEAGE"
+        lineage_file.write_text(json.dumps({"format": 1, "chain": [{"id": "next", "resumed_at": None}]}))
+        with pytest.raises(LineageLeftError, match="must end"):
+            await asyncio.wait_for(running, 20)
+        for leave in (life.orchestrator.finish, life.orchestrator.sweep):
+            with pytest.raises(LineageLeftError):
+                await leave()
+        await life.dispatcher.close()
+        await life.sink.drain()
+        assert orphan in {file for file, *_ in life.store.native.scan()}, "it deletes nothing any more"
+        life.store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_batch_that_finds_no_room_is_published_later(
+    tmp_path: Path, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: a disk that was full for a moment when a batch was published ended the run."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life, trainer = Run(tmp_path, max_steps=4), Trainer(tmp_path)
+        publish, failures = life.orchestrator._exchange.publish_batch, [code] * 3
+
+        def full(batch: Any) -> None:
+            if batch.step == 2 and failures:
+                raise OSError(failures.pop(), "No space left on device", "batches/step_2")
+            publish(batch)
+
+        life.orchestrator._exchange.publish_batch = full  # type: ignore[method-assign]
+        await until_the_end(life, trainer)
+        assert not failures and sorted(trainer.trained) == [1, 2, 3, 4]
+        life.store.close()
+
+    asyncio.run(main())
+    assert caplog.text.count("batch 2 is published as soon as there is room") == 1
+
+
+def test_stop_ends_a_run_whose_batch_finds_no_room(tmp_path: Path) -> None:
+    """Promise: a run that waits for room to publish a batch can be stopped, with the error that it waits for."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life = Run(tmp_path, max_steps=4)
+        Exchange(life.lineage).publish_weights(0, {"weights": b"w"})
+
+        def full(batch: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device", "batches/step_1")
+
+        life.orchestrator._exchange.publish_batch = full  # type: ignore[method-assign]
+        running = asyncio.ensure_future(life.orchestrator.run())
+        while life.progress.step == 1:
+            await asyncio.sleep(0.002)
+        await asyncio.sleep(0.05)
+        assert not running.done()
+        life.orchestrator.stop()
+        with pytest.raises(OSError, match="No space left"):
+            await asyncio.wait_for(running, 20)
+        await life.dispatcher.close()
+        await life.sink.drain()
+        life.store.close()
+
+    asyncio.run(main())
+
+
+def test_rule_15_stop_waits_a_minute_for_the_last_acknowledgement(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rule 15: a reader that never acknowledges holds a stopped run for a minute, and no longer."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life = Run(tmp_path, max_steps=50)
+        life.orchestrator._poll_s = 0.5
+        Exchange(life.lineage).publish_weights(0, {"weights": b"w"})
+        running = asyncio.ensure_future(life.orchestrator.run())
+        while len(life.of("shipped")) < 2:
+            await asyncio.sleep(0.1)
+        life.orchestrator.stop()
+        clock = asyncio.get_running_loop().time
+        while life.orchestrator._exchange.stop_step() is None:
+            await asyncio.sleep(0.1)
+        told = clock()
+        await running
+        assert 59 < clock() - told < 61
+        assert life.manager._steps.find(2, "orchestrator") is not None
+        await life.orchestrator.finish()
+        life.store.close()
+
+    run_virtual(main())
+    assert "batch 2 was not acknowledged" in caplog.text
+
+
+def test_acknowledgements_of_what_was_not_shipped_release_nothing(tmp_path: Path) -> None:
+    """Rule 14: a reader that acknowledges a step ahead of what was shipped is believed for what was, and no more."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life = Run(tmp_path, max_steps=50)
+        exchange = Exchange(life.lineage)
+        exchange.publish_weights(0, {"weights": b"w"})
+        exchange.acknowledge(40, "trainer")
+        running = asyncio.ensure_future(life.orchestrator.run())
+        while {"step": 2} not in life.of("trained"):
+            await asyncio.sleep(0.002)
+        exchange.publish_weights(1, {"weights": b"w"})
+        while len(life.of("shipped")) < 3:
+            await asyncio.sleep(0.002)
+        assert all(facts["step"] <= 3 for facts in life.of("trained"))
+        shipped = [facts["step"] for facts in life.of("shipped")]
+        assert shipped == sorted(shipped)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await life.dispatcher.close()
+        await life.sink.drain()
+        life.store.close()
+
+    asyncio.run(main())
+
+
+class Curriculum:
+    """User state that changes all the time."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.weights = np.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen, self.weights = state["seen"], state["weights"]
+
+
+def test_rule_02_the_algorithms_state_is_of_the_cut(tmp_path: Path) -> None:
+    """Rule 2: an algorithm's state is saved as of the cut, whatever happens to it after, and comes back."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        algorithm = Curriculum()
+        first, trainer = Run(tmp_path, max_steps=4, algorithm=algorithm), Trainer(tmp_path)
+        at_cut: dict[int, list[str]] = {}
+        snapshot = first.orchestrator.snapshot_state
+
+        def cut() -> Any:
+            algorithm.seen.append(f"step {first.progress.step}")
+            algorithm.weights[:] = len(algorithm.seen)
+            made = snapshot()
+            at_cut[made.step] = list(algorithm.seen)
+            algorithm.seen.append("after the cut")
+            algorithm.weights[:] = -1
+            return made
+
+        first.orchestrator.snapshot_state = cut  # type: ignore[method-assign]
+        await until_the_end(first, trainer)
+        first.store.close()
+        prepare_resume(tmp_path, 4)
+        again = Curriculum()
+        second = Run(tmp_path, max_steps=5, algorithm=again)
+        await second.orchestrator.restore(4)
+        assert again.seen == at_cut[4]
+        assert again.weights.tolist() == [len(at_cut[4])] * 3
+        await second.sink.drain()
+        second.store.close()
+
+    asyncio.run(main())
+
+
+def test_rule_02_an_emitted_result_is_asked_for_again(tmp_path: Path) -> None:
+    """Rule 2: a result that waits to be consumed when the cut is made counts as missing, under the same task."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life = Run(tmp_path, max_steps=50)
+        life.dispatcher.set_limit(4)
+        life.dispatcher.pump()
+        await life.sink.add(await the_next(life))
+        while life.dispatcher.emitted < 3:
+            await asyncio.sleep(0.002)
+        [(group_id, group)] = life.dispatcher.open_train_groups().items()
+        life.progress.step = 2
+        life.orchestrator._cut()
+        await life.sink.add(await the_next(life))  # consumed after the cut: not in it
+        await asyncio.gather(*life.orchestrator._saves)
+        Trainer(tmp_path).commit(life.manager, 1)
+        await life.dispatcher.close()
+        await life.sink.drain()
+        life.store.close()
+
+        prepare_resume(tmp_path, 1)
+        again = Run(tmp_path, max_steps=50)
+        report = await again.orchestrator.restore(1)
+        assert (report.members_kept, report.rollouts_requested) == (1, 3)
+        [request] = again.source.resumed
+        assert (request.group_id, request.task, request.rollouts) == (group_id, group.task, 3)
+        assert request.first_member == 4
+        await again.sink.drain()
+        again.store.close()
+
+    asyncio.run(main())
+
+
+async def the_next(life: Run) -> Episode:
+    result = await life.dispatcher.next_result()
+    assert isinstance(result, Episode)
+    return result
+
+
+def test_exchange_forget_keeps_what_readers_still_need(tmp_path: Path) -> None:
+    """Promise: batches and acknowledgements before a step are removed, those from it on and other names stay."""
+    prepare_resume(tmp_path, None)
+    lineage = Lineage.load(tmp_path)
+    exchange = Exchange(lineage)
+    for step in (1, 2, 3):
+        exchange.publish_batch(TrainBatch(step, lineage.id, [], []))
+        for reader in ("rank0", "rank1"):
+            exchange.acknowledge(step, reader)
+    (lineage.batches_dir / "step_x").write_bytes(b"")
+    exchange.forget(before=3)
+    assert sorted(os.listdir(lineage.batches_dir)) == ["step_3", "step_x"]
+    assert sorted(os.listdir(lineage.acks_dir)) == ["step_3.rank0", "step_3.rank1"]
+    assert exchange.trained(["rank0", "rank1"]) == 3
+    assert exchange.read_batch(1) is None and exchange.read_batch(3) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"checkpoint_every": 0}, "checkpoint_every=0"),
+        ({"max_steps": 0}, "max_steps=0"),
+        ({"readers": ()}, "somebody has to read"),
+    ],
+)
+def test_options_of_the_orchestrator_are_checked(tmp_path: Path, options: dict[str, Any], why: str) -> None:
+    """Promise: a wrong option is a ValueError at construction, in words."""
+    prepare_resume(tmp_path, None)
+    life = Run(tmp_path, max_steps=1)
+    settings: dict[str, Any] = {
+        "exchange": Exchange(life.lineage),
+        "store": life.store,
+        "source": life.source,
+        "dispatcher": life.dispatcher,
+        "sink": life.sink,
+        "manager": life.manager,
+        "progress": life.progress,
+        "policy": life.policy,
+        "max_steps": 1,
+        "checkpoint_every": 1,
+    }
+    Orchestrator(**settings)
+    with pytest.raises(ValueError, match=why):
+        Orchestrator(**(settings | options))
+    life.store.close()
+
+
+def test_links_are_tried_at_start_and_with_the_first_payload_of_a_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Promise: whether links work is tried for real, at start and on the first file of another; one line each."""
+    caplog.set_level("INFO", "prime_io.checkpoint")
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life, trainer = Run(tmp_path, max_steps=3), Trainer(tmp_path)
+        tried: list[str | None] = []
+        probe = life.manager.link_probe
+
+        def link_probe(store: PayloadStore, file: str | None = None) -> bool:
+            tried.append(file)
+            if len(tried) == 2:
+                assert file is not None
+                os.unlink(tmp_path / "payloads" / file)  # gone meanwhile: the next one is tried
+            return probe(store, file)
+
+        life.manager.link_probe = link_probe  # type: ignore[method-assign]
+        trainer.start()
+        running = asyncio.ensure_future(life.orchestrator.run())
+        while len(tried) < 3:
+            await asyncio.sleep(0.002)
+        assert tried[0] is None and all(tried[1:])
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await life.dispatcher.close()
+        await life.sink.drain()
+        life.orchestrator._exchange.say_stop(0)
+        await asyncio.to_thread(trainer.join, 20)
+        assert len(tried) == 3
+        assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
+        life.store.close()
+
+    asyncio.run(main())
+    lines = [r.getMessage() for r in caplog.records if "are pinned by hard links" in r.getMessage()]
+    assert [line.partition(" of ")[0] for line in lines] == ["payloads", "workers' files"]
+
+
+def test_version_directories_that_are_empty_go_with_a_full_sweep(tmp_path: Path) -> None:
+    """Promise: after a sweep in which nobody writes, directories of versions below every live one do not stay."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life, trainer = Run(tmp_path, max_steps=6), Trainer(tmp_path)
+        (tmp_path / "payloads/v1").mkdir()
+        (tmp_path / "payloads/v1/notes").write_text("of a person")
+        await until_the_end(life, trainer)
+        versions = life.store.versions()
+        assert 1 in versions and all(version in (1, life.policy.version) for version in versions)
+        assert (tmp_path / "payloads/v1/notes").exists()
         life.store.close()
 
     asyncio.run(main())

@@ -75,6 +75,13 @@ def test_what_cannot_travel_is_named(value: object, path: str, advice: str) -> N
     assert f" {path} " in str(error.value)
 
 
+def test_deep_nesting_is_a_value_error() -> None:
+    """Bug: a deeply nested state ended the decoder with a RecursionError, and no word of what was read."""
+    for data in (b"\x91" * 200_000 + b"\xc0", b"\x81\x01" * 200_000 + b"\xc0"):
+        with pytest.raises(ValueError, match="torn or not a state"):
+            decode_state(data)
+
+
 def test_cycles_end() -> None:
     """State: a structure that holds itself is an error, not a crash."""
     loop: list[object] = []

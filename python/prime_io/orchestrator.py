@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from . import _native
 from .checkpoint import CheckpointManager
 from .dispatcher import Dispatcher
 from .exchange import Exchange
-from .restore import RestoreReport, sink_state
+from .restore import RestoreReport, saved_progress, sink_state
 from .segment import PayloadSegment
 from .sink import EpisodeRefusedError, TrainSink
 from .slices import in_slices
@@ -27,12 +28,14 @@ from .snapshot import Snapshot
 from .source import TrainSource
 from .state import decode_state, encode_state
 from .store import PayloadStore, SweepReport
-from .types import Episode, Policy, Progress, QueuedTrace, StoredEpisode
+from .types import Episode, Policy, Progress, QueuedTrace, StoredEpisode, TrainBatch
 
 log = logging.getLogger("prime_io.orchestrator")
 
 STOP_GRACE_S = 60.0
 """How long a run that is told to stop waits for its last batch to be trained, in seconds."""
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _decode_trace = msgspec.msgpack.Decoder(QueuedTrace).decode
 
@@ -132,7 +135,7 @@ class Orchestrator:
         self._saves: set[asyncio.Task[None]] = set()
         self._sweeping: asyncio.Task[None] | None = None
         self._last_saved = 0
-        self._stopping = False
+        self._stopping = self._links_tried = False
         self._published: int | None = None
         self._taking: int | None = None  # the version of an episode between the dispatcher and the sink
         self._failure: BaseException | None = None
@@ -220,7 +223,7 @@ class Orchestrator:
         """
         parts, pins = await asyncio.to_thread(self._manager.load, step, store=self._store)
         state = sink_state(parts, step=step)
-        saved = msgspec.msgpack.decode(parts["progress"], type=Progress)
+        saved = saved_progress(parts, step=step)
         for name, value in msgspec.structs.asdict(saved).items():
             setattr(self._progress, name, value)
         self._policy.version = self._trained = self._last_saved = step
@@ -242,15 +245,31 @@ class Orchestrator:
         await self.sweep()
         return report
 
-    async def sweep(self) -> SweepReport:
-        """Reclaim every file nobody needs. Only while nobody writes: after a restore, or when workers have left."""
+    async def sweep(self) -> SweepReport | None:
+        """Reclaim every file nobody needs. Only while nobody writes: after a restore, or when workers have left.
+
+        None, with a line in the log, if something cannot be read (a checkpoint's manifest, say): what is needed
+        is not known then, and everything stays. LineageLeftError if the run has been resumed since.
+        """
         if self._sweeping is not None:
             await self._sweeping
         await self.sink.drain()
-        await asyncio.to_thread(self._manager.remove_leftovers)
-        report = await asyncio.to_thread(self._store.sweep, roots=self._roots, before=None)
+        try:
+            await asyncio.to_thread(self._manager.remove_leftovers)
+            report = await asyncio.to_thread(self._store.sweep, roots=self._roots, before=None)
+            await asyncio.to_thread(self._retire_empty, self.oldest_live_version())
+        except (OSError, ValueError) as error:
+            log.error("the sweep is left out, files that nobody needs may stay: %s", error)
+            return None
         self._tell("swept", {"reclaimed": len(report.reclaimed), "kept": report.kept})
         return report
+
+    def _retire_empty(self, before: int) -> None:
+        """Remove the directories of versions below `before` that have nothing in them any more."""
+        store = _native.Root(self._store.root)
+        for version in self._store.versions():
+            if version < before and not store.list(f"v{version}"):
+                self._store.retire(version)
 
     async def _sweep_orphans(self) -> None:
         """While others write: what no root names in versions that nobody writes any more, unless it is young.
@@ -273,8 +292,10 @@ class Orchestrator:
     def _roots(self) -> set[str]:
         """What a sweep must spare: files somebody holds, and files a checkpoint names but has not pinned.
 
-        In this order: a snapshot lets go of its files only when its checkpoint is there to be read.
+        In this order: a snapshot lets go of its files only when its checkpoint is there to be read. An old life
+        does not know what the new one needs: LineageLeftError.
         """
+        self._manager.lineage.check_current("sweep")
         return self.sink.ledger.files() | self._manager.unpinned_files()
 
     def oldest_live_version(self) -> int:
@@ -297,7 +318,8 @@ class Orchestrator:
     async def run(self) -> None:
         """Run to `max_steps` or until `stop`; returns when the last shipped batch is trained and saved.
 
-        Workers may still be writing then: stop them, and call `finish`.
+        Workers may still be writing then: stop them, and call `finish`. LineageLeftError, within `poll_s`, if the
+        run has been resumed by somebody else: this process must end.
         """
         await asyncio.to_thread(self._manager.link_probe, self._store)
         tasks = [asyncio.ensure_future(work()) for work in (self._watch, self._consume, self._ship)]
@@ -309,9 +331,10 @@ class Orchestrator:
                     task.result()
             consume.cancel()
             await self._last_save()
-            end = time.monotonic() + STOP_GRACE_S if self._stopping else None
+            clock = asyncio.get_running_loop().time
+            end = clock() + STOP_GRACE_S if self._stopping else None
             while self._trained < self._progress.step - 1:
-                left = None if end is None else end - time.monotonic()
+                left = None if end is None else end - clock()
                 if left is not None and left <= 0:
                     log.warning("batch %d was not acknowledged; leaving without", self._progress.step - 1)
                     break
@@ -326,12 +349,20 @@ class Orchestrator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def finish(self) -> SweepReport:
-        """After the workers have left: give up what is not trained (a checkpoint holds it) and sweep."""
+    async def finish(self) -> SweepReport | None:
+        """After the workers have left: give up what is not trained (a checkpoint holds it) and sweep.
+
+        As `sweep`: where a manifest cannot be read no file is removed, and it returns None.
+        """
+        await asyncio.to_thread(self._manager.lineage.check_current, "finish")
         await self.dispatcher.close()
-        await self.sink.discard_all(spare=await asyncio.to_thread(self._manager.unpinned_files))
+        try:
+            spare = await asyncio.to_thread(self._manager.unpinned_files)
+        except (OSError, ValueError):
+            spare = self.sink.ledger.files()  # all; the sweep will meet the same, and say so
+        await self.sink.discard_all(spare=spare)
         # Waits for a retention that is under way too: it must not remove what the sweep reads.
-        await self._manager.apply_retention()
+        await self._retain()
         return await self.sweep()
 
     async def _last_save(self) -> None:
@@ -359,6 +390,7 @@ class Orchestrator:
             result = await self.dispatcher.next_result()
             if isinstance(result, Episode):
                 await self._take(result)
+                await self._try_links(result)
             else:
                 await self.sink.cancel(result)
             while self.sink.requests:
@@ -384,6 +416,17 @@ class Orchestrator:
             with contextlib.suppress(EpisodeRefusedError):  # one too many: its group is full
                 await self.sink.add(refused)
 
+    async def _try_links(self, episode: Episode) -> None:
+        """Try with the first payload of a worker, who may be another user, whether it can be linked."""
+        if self._links_tried:
+            return
+        payload = (s.file for t in episode.traces for sample in t.samples for s in sample.payload)
+        file = next((file for file in payload if file in self.sink.ledger), None)
+        if file is not None:
+            with contextlib.suppress(FileNotFoundError):  # reclaimed meanwhile: the next one will do
+                await asyncio.to_thread(self._manager.link_probe, self._store, file)
+                self._links_tried = True
+
     async def _ship(self) -> None:
         while self._progress.step <= self._max_steps and not self._stopping:
             if self._failure is not None:
@@ -402,7 +445,21 @@ class Orchestrator:
             if batch.checkpoint:
                 self._cut()
             self._tell("shipped", {"step": batch.step, "traces": [t.trace_id for t in batch.traces]})
-            await asyncio.to_thread(self._exchange.publish_batch, batch)
+            await self._publish(batch)
+
+    async def _publish(self, batch: TrainBatch) -> None:
+        """Publish a batch; while the disk is full, again and again, since what was taken must not be lost."""
+        told = False
+        while True:
+            try:
+                return await asyncio.to_thread(self._exchange.publish_batch, batch)
+            except OSError as error:
+                if error.errno not in _NO_SPACE or self._stopping or self._failure is not None:
+                    raise
+                if not told:
+                    log.error("batch %d is published as soon as there is room for it: %s", batch.step, error)
+                told = True
+            await asyncio.sleep(self._poll_s)
 
     async def _watch(self) -> None:
         while True:
@@ -436,6 +493,7 @@ class Orchestrator:
             self.dispatcher.pump()
 
     def _look(self) -> tuple[int | None, int | None]:
+        self._manager.lineage.check_current("orchestrate")
         return self._exchange.newest_weights(), self._exchange.trained(self._readers)
 
     def _in_lead(self) -> bool:

@@ -23,6 +23,7 @@ from . import columns, restore
 from .resume import Ledger, missing_rollouts
 from .scoring import ScoreEpisode, ScoreGroup, grpo
 from .segment import FieldSpec, PayloadSegment, clip
+from .state import check_plain
 from .store import PayloadStore
 from .types import (
     Episode,
@@ -132,6 +133,8 @@ class TrainSink:
         policy newer than any published, or more than its group waits for.
         """
         self._raise_failure()
+        if episode.group_id not in self._groups:
+            episode = _with_plain_task(episode)
         try:
             columns.check(episode)
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -708,6 +711,16 @@ _decoder = msgspec.msgpack.Decoder(QueuedTrace)
 
 def _without_traces(episode: Episode, error: str) -> Episode:
     return msgspec.structs.replace(episode, traces=[], native=None, ok=False, error=error)
+
+
+def _with_plain_task(episode: Episode) -> Episode:
+    """The same without a task that no checkpoint could hold; a dispatcher knows its groups' tasks itself."""
+    try:
+        check_plain(episode.task, "task", operation=f"episode {episode.id}")
+    except TypeError as error:
+        log.error("%s; its group goes on without", error)
+        return msgspec.structs.replace(episode, task=None)
+    return episode
 
 
 async def _maybe_await(value: T | Awaitable[T]) -> T:

@@ -18,7 +18,8 @@ FORMAT = 1
 class Environment(msgspec.Struct, frozen=True):
     """Tasks of one kind: `group_size` rollouts each, drawn with `weight` relative to other environments.
 
-    A task is any msgpack value. The order is reshuffled every time all tasks have been drawn.
+    A task is None, bool, int, float, str, bytes, or a list or dict of them, checked when it is drawn. The order is
+    reshuffled every time all tasks have been drawn.
     """
 
     name: str

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from .segment import PayloadSegment
+from .state import check_plain
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Reason: TypeAlias = Literal["stale", "overload"]
@@ -203,7 +204,8 @@ class OpenGroup(msgspec.Struct):
 class TaskRequest(msgspec.Struct, frozen=True):
     """`rollouts` rollouts of a task, for a new group or (after a resume) the rest of an open one.
 
-    Their member numbers start at `first_member`.
+    Their member numbers start at `first_member`. The task goes into checkpoints: TypeError, naming what, unless it
+    is made of None, bool, int (64 bits), float, str, bytes, list and dict.
     """
 
     env_name: str
@@ -216,6 +218,7 @@ class TaskRequest(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.rollouts < 1:
             raise ValueError(f"TaskRequest {self.group_id}: rollouts must be at least 1, not {self.rollouts}")
+        check_plain(self.task, "task", operation=f"TaskRequest {self.group_id}")
 
 
 class GroupCancellation(msgspec.Struct, frozen=True):
