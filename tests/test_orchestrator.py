@@ -190,6 +190,8 @@ async def until_killed(life: Run, trainer: Trainer) -> None:
         await running
     await life.dispatcher.close()
     await life.sink.drain()
+    if life.orchestrator._sweeping is not None:
+        await life.orchestrator._sweeping  # its thread holds the store
     life.store.close()
 
 
@@ -475,13 +477,14 @@ def test_a_damaged_manifest_of_an_old_step_skips_the_last_sweep(
         trainer.start()
         await life.orchestrator.run()
         await asyncio.to_thread(trainer.join, 20)
-        await life.sink.drain()
-        damaged = tmp_path / f"checkpoints/step_{life.manager.steps()[0]}/orchestrator/manifest.json"
+        await life.manager.apply_retention()
+        assert life.manager.steps() == [4, 5]
+        damaged = tmp_path / "checkpoints/step_4/orchestrator/manifest.json"
         damaged.write_bytes(damaged.read_bytes()[:-9])
         life.manager._steps._kept.clear()  # as for a process that has not read it yet
-        queued = life.sink.queued_files()
-        held = {file for files in queued.values() for file in files}
-        assert held
+        await life.sink.add(await life.run_episode(Rollout("env", "late", 0, 0, 0, life.lineage.id)))
+        await life.sink.drain()
+        held = life.sink.ledger.files()
         assert await life.orchestrator.finish() is None
         assert str(damaged) in caplog.text and "the sweep is left out" in caplog.text
         assert held <= {file for file, *_ in life.store.native.scan()}
@@ -503,8 +506,9 @@ def test_rule_10_an_old_life_ends_as_soon_as_another_has_begun(tmp_path: Path) -
             await asyncio.sleep(0.002)
         orphan = life.store.write({FIELD: np.zeros((2, 3, 2), np.uint8)}, version=0)[FIELD].file
         # Its lock does not stop a resume from another host, on a filesystem that does not tell.
-        lineage_file = tmp_path / "LINEAGE"
-        lineage_file.write_text(json.dumps({"format": 1, "chain": [{"id": "next", "resumed_at": None}]}))
+        new = tmp_path / "LINEAGE.new"
+        new.write_text(json.dumps({"format": 1, "chain": [{"id": "next", "resumed_at": None}]}))
+        new.rename(tmp_path / "LINEAGE")
         with pytest.raises(LineageLeftError, match="must end"):
             await asyncio.wait_for(running, 20)
         for leave in (life.orchestrator.finish, life.orchestrator.sweep):
@@ -758,6 +762,50 @@ def test_options_of_the_orchestrator_are_checked(tmp_path: Path, options: dict[s
     with pytest.raises(ValueError, match=why):
         Orchestrator(**(settings | options))
     life.store.close()
+
+
+@pytest.mark.parametrize("size", [{"other": 4}, {"env": 8}])
+def test_environments_need_the_group_size_that_they_are_drawn_with(
+    tmp_path: Path, size: dict[str, int]
+) -> None:
+    """Bug: an environment that the sink had no (or another) group size for was sampled for ever and never scored."""
+    prepare_resume(tmp_path, None)
+    life = Run(tmp_path, max_steps=1)
+    life.sink._group_size = size
+    with pytest.raises(
+        ValueError, match=r"'env' draws groups of 4, and the sink's group_size for it is (None|8)"
+    ):
+        Orchestrator(
+            exchange=Exchange(life.lineage),
+            store=life.store,
+            source=life.source,
+            dispatcher=life.dispatcher,
+            sink=life.sink,
+            manager=life.manager,
+            progress=life.progress,
+            policy=life.policy,
+            max_steps=1,
+            checkpoint_every=1,
+        )
+    life.store.close()
+
+
+def test_a_checkpoint_without_the_algorithms_state_says_so(tmp_path: Path) -> None:
+    """Bug: resuming with an algorithm from a checkpoint that has no state of one was a bare KeyError."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        first, trainer = Run(tmp_path, max_steps=2), Trainer(tmp_path)
+        await until_the_end(first, trainer)
+        first.store.close()
+        prepare_resume(tmp_path, 2)
+        second = Run(tmp_path, max_steps=3, algorithm=Curriculum())
+        with pytest.raises(ValueError, match=r"no 'algorithm' state.*resume without one"):
+            await second.orchestrator.restore(2)
+        await second.sink.drain()
+        second.store.close()
+
+    asyncio.run(main())
 
 
 def test_links_are_tried_at_start_and_with_the_first_payload_of_a_worker(

@@ -224,6 +224,33 @@ def test_rule_03_restore_drops_what_is_gone_and_keeps_the_rest(tmp_path: Path) -
     asyncio.run(main())
 
 
+def test_rule_04_siblings_of_a_lost_trace_keep_their_advantages(tmp_path: Path) -> None:
+    """Rule 4: when one trace of a group is lost at a restore, the others are trained with what they were given."""
+
+    async def main() -> None:
+        bench = Bench(tmp_path, group_size=3, batch_size=2)
+        names = [f"g/{i}" for i in range(3)]
+        for reward, name in enumerate(names):
+            await bench.sink.add(bench.episode("g", name=name, reward=float(reward**2)))
+        state = state_of(bench)
+        work = {w.trace_id: w for w in bench.sink.work()}  # type: ignore[union-attr]
+        given = {name: [s.advantage for s in w.samples] for name, w in work.items()}
+        assert len({tuple(a) for a in given.values()}) == 3
+        for s in work["g/1"].samples[0].payload:
+            (tmp_path / s.file).unlink()
+        again, report, requests = await restart(bench, state, group_size=3, batch_size=2)
+        assert report.queued_missing == 1 and not requests
+        batch = again.sink.take_batch()
+        assert batch is not None
+        assert {t.trace_id: [s.advantage for s in t.samples] for t in batch.traces} == {
+            name: given[name] for name in ("g/0", "g/2")
+        }
+        assert not again.results, "the group was scored, and is not a second time"
+        await again.sink.drain()
+
+    asyncio.run(main())
+
+
 def test_rule_03_a_gone_optional_field_is_removed_from_its_sample(tmp_path: Path) -> None:
     """Rule 3: losing an optional field costs the field, not the trace."""
 

@@ -191,6 +191,20 @@ def test_an_error_that_says_nothing_of_the_bytes_fails_the_save(
     assert report is not None and report.pinned == 1
 
 
+def test_an_answer_of_a_sync_that_is_no_os_error_fails_the_save(
+    manager: CheckpointManager, store: PayloadStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: a name that the engine refuses is a mistake somewhere, not a payload that is missing."""
+    segment = payload(store, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "sync", lambda files: [ValueError("not a payload's name") for _ in files])
+        with pytest.raises(ValueError, match="not a payload's name"):
+            save(manager, store, 1, [segment])
+    assert manager.steps() == [] and not list((manager.run_dir / "checkpoints").iterdir())
+    report = save(manager, store, 1, [segment])
+    assert report is not None and report.pinned == 1
+
+
 @pytest.mark.parametrize("policy", ["continue", "raise"])
 @pytest.mark.parametrize("where", ["pin", "write", "finish"])
 def test_a_failed_save_leaves_the_run_as_it_was(

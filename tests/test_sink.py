@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,12 +14,14 @@ from prime_io import (
     Episode,
     GroupCancellation,
     OpenGroup,
+    PayloadStore,
     Policy,
     Progress,
     TaskRequest,
     Trace,
     load_batch,
 )
+from prime_io.sink import EpisodeRefusedError
 from work import FIELD, Bench
 
 
@@ -162,6 +165,43 @@ def test_rule_08_every_way_out_releases(tmp_path: Path, kind: str) -> None:
         await bench.sink.drain()
         assert not bench.files()
         assert len(bench.sink.ledger) == 0 == bench.sink.ledger.bytes
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"batch_size": None}, "exactly one of"),
+        ({"token_batch_size": 5}, "exactly one of"),
+        ({"batch_size": 0}, "a batch of 0 cannot be filled"),
+        ({"batch_size": None, "token_batch_size": -1}, "a batch of -1 cannot be filled"),
+        ({"group_size": 0}, "group_size=0"),
+        ({"group_size": {}}, "every environment needs one"),
+        ({"group_size": {"env": 4, "other": 0}}, "every environment needs one"),
+    ],
+)
+def test_options_are_checked_at_construction(tmp_path: Path, options: dict[str, Any], why: str) -> None:
+    """Promise: a wrong option is a ValueError when the sink is made, in words."""
+    with PayloadStore(tmp_path, owner=True) as store:
+        Bench.sink_of(store)
+        with pytest.raises(ValueError, match=why):
+            Bench.sink_of(store, **options)
+    with PayloadStore(tmp_path) as store, pytest.raises(ValueError, match="owner=True"):
+        Bench.sink_of(store)
+
+
+def test_an_environment_without_a_group_size_is_named(tmp_path: Path) -> None:
+    """Bug: a cancellation of an environment without a group size was a bare KeyError; an episode of it is refused."""
+
+    async def main() -> None:
+        bench = Bench(tmp_path, group_size={"env": 2})
+        with pytest.raises(EpisodeRefusedError, match=r"'other' has no group_size \(there are \['env'\]\)"):
+            await bench.sink.add(bench.episode("g", env_name="other"))
+        with pytest.raises(ValueError, match="'other' has no group_size"):
+            await bench.sink.cancel(GroupCancellation("other", "g", 1, "stale"))
+        await bench.sink.drain()
+        assert not bench.files() and not bench.sink.open_groups
 
     run(main())
 

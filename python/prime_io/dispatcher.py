@@ -223,10 +223,11 @@ class Dispatcher:
         return len(tasks)
 
     async def close(self) -> None:
-        """The run ends: cancel everything in flight without a word, and know no group any more."""
+        """The run ends: cancel everything in flight without a word, give up what was not consumed, know no group."""
         tasks = list(self._inflight)
         self._inflight.clear()
         self._todo.clear()
+        self._emitted.clear()
         self._groups.clear()
         for task in tasks:
             task.cancel()

@@ -115,6 +115,12 @@ class Orchestrator:
                 f"checkpoint_every={checkpoint_every}, max_steps={max_steps}, readers={list(readers)}: the first "
                 "two count from 1, and somebody has to read the batches"
             )
+        for env in source.envs.values():
+            if sink.group_size(env.name) != env.group_size:
+                raise ValueError(
+                    f"environment {env.name!r} draws groups of {env.group_size}, and the sink's group_size for it is "
+                    f"{sink.group_size(env.name)}: no group of it would ever be complete"
+                )
         self.sink = sink
         self.dispatcher = dispatcher
         self._exchange = exchange
@@ -229,7 +235,15 @@ class Orchestrator:
         self._policy.version = self._trained = self._last_saved = step
         self._source.load_state_dict(decode_state(parts["source"]))
         if self._algorithm is not None:
+            if "algorithm" not in parts:
+                raise ValueError(
+                    f"checkpoint {step} has no 'algorithm' state: its run had no algorithm; resume without one"
+                )
             self._algorithm.load_state_dict(decode_state(parts["algorithm"]))
+        elif "algorithm" in parts:
+            log.warning(
+                "checkpoint %d has state of an algorithm, and this run has none: it is left out", step
+            )
         report, requests = await self.sink.load_state_dict(state, pins=pins)
         self._source.resumed.extend(requests)
         self._tell(
@@ -257,19 +271,22 @@ class Orchestrator:
         try:
             await asyncio.to_thread(self._manager.remove_leftovers)
             report = await asyncio.to_thread(self._store.sweep, roots=self._roots, before=None)
-            await asyncio.to_thread(self._retire_empty, self.oldest_live_version())
         except (OSError, ValueError) as error:
             log.error("the sweep is left out, files that nobody needs may stay: %s", error)
             return None
+        await asyncio.to_thread(self._retire_empty, self.oldest_live_version())
         self._tell("swept", {"reclaimed": len(report.reclaimed), "kept": report.kept})
         return report
 
     def _retire_empty(self, before: int) -> None:
         """Remove the directories of versions below `before` that have nothing in them any more."""
-        store = _native.Root(self._store.root)
-        for version in self._store.versions():
-            if version < before and not store.list(f"v{version}"):
-                self._store.retire(version)
+        try:
+            store = _native.Root(self._store.root)
+            for version in self._store.versions():
+                if version < before and not store.list(f"v{version}"):
+                    self._store.retire(version)
+        except OSError as error:
+            log.warning("an empty version directory stays: %s", error)
 
     async def _sweep_orphans(self) -> None:
         """While others write: what no root names in versions that nobody writes any more, unless it is young.

@@ -89,8 +89,12 @@ class TrainSink:
     ) -> None:
         if (batch_size is None) == (token_batch_size is None):
             raise ValueError("TrainSink needs exactly one of batch_size and token_batch_size")
-        if (batch_size or token_batch_size or 0) < 1:
-            raise ValueError(f"a batch of {batch_size or token_batch_size} cannot be filled: give at least 1")
+        size = token_batch_size if batch_size is None else batch_size
+        if size is None or size < 1:
+            raise ValueError(f"a batch of {size} cannot be filled: give at least 1")
+        sizes = {"": group_size} if isinstance(group_size, int) else group_size
+        if not sizes or min(sizes.values()) < 1:
+            raise ValueError(f"group_size={group_size!r}: every environment needs one of at least 1")
         if not store.owner:
             raise ValueError(f"TrainSink needs the owner's store; open {store.root} with owner=True")
         self.store = store
@@ -169,12 +173,13 @@ class TrainSink:
             await self._score(episode.group_id, group)
 
     async def cancel(self, cancellation: GroupCancellation) -> None:
-        """Rollouts of a group that will never come; the rest of the group is scored if it is complete by that."""
+        """Rollouts of a group that will never come; the rest of the group is scored if it is complete by that.
+
+        ValueError for an environment without a group size.
+        """
         self._raise_failure()
+        group = self._group(cancellation.group_id, cancellation.env_name, None, None)
         self.counters[f"cancelled_{cancellation.reason}"] += cancellation.count
-        group = self._groups.get(cancellation.group_id)
-        if group is None:
-            group = self._group(cancellation.group_id, cancellation.env_name, None, None)
         group.open.cancelled += cancellation.count
         if group.complete:
             await self._score(cancellation.group_id, group)
@@ -192,16 +197,25 @@ class TrainSink:
             again = known & {t.id for t in episode.traces}
             if again or episode.id in {member.id for member in group.open.members}:
                 return f"group {episode.group_id} already has it ({sorted(again)[:3]})"
-        sizes = self._group_size
-        if group is None and not isinstance(sizes, int) and episode.env_name not in sizes:
-            return f"environment {episode.env_name!r} has no group_size (there are {sorted(sizes)})"
+        if group is None and self.group_size(episode.env_name) is None:
+            return self._no_group_size(episode.env_name)
         return ""
+
+    def group_size(self, env_name: str) -> int | None:
+        """The members of a group of this environment; None if it was given no size."""
+        sizes = self._group_size
+        return sizes if isinstance(sizes, int) else sizes.get(env_name)
+
+    def _no_group_size(self, env_name: str) -> str:
+        assert not isinstance(self._group_size, int)
+        return f"environment {env_name!r} has no group_size (there are {sorted(self._group_size)})"
 
     def _group(self, group_id: str, env_name: str, task: Any, dispatch_version: int | None) -> _Group:
         group = self._groups.get(group_id)
         if group is None:
-            size = self._group_size
-            target = size if isinstance(size, int) else size[env_name]
+            target = self.group_size(env_name)
+            if target is None:
+                raise ValueError(self._no_group_size(env_name))
             group = _Group(OpenGroup(env_name, task, self.progress.step, target, requested=target))
             self._groups[group_id] = group
         if group.open.dispatch_version is None:
