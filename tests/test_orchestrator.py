@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,13 @@ async def until_the_end(life: Run, trainer: Trainer) -> None:
     await asyncio.to_thread(trainer.join, 20)
     assert trainer.error is None, trainer.error
     await life.orchestrator.finish()
+
+
+async def soon(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that in time"
+        await asyncio.sleep(0.002)
 
 
 async def until_killed(life: Run, trainer: Trainer) -> None:
@@ -502,8 +509,8 @@ def test_rule_10_an_old_life_ends_as_soon_as_another_has_begun(tmp_path: Path) -
         life = Run(tmp_path, max_steps=50)
         Exchange(life.lineage).publish_weights(0, {"weights": b"w"})
         running = asyncio.ensure_future(life.orchestrator.run())
-        while not life.of("shipped"):
-            await asyncio.sleep(0.002)
+        # At rest: what is left to do is to look for new weights and acknowledgements.
+        await soon(lambda: life.of("orphans_swept") and not life.dispatcher.inflight)
         orphan = life.store.write({FIELD: np.zeros((2, 3, 2), np.uint8)}, version=0)[FIELD].file
         # Its lock does not stop a resume from another host, on a filesystem that does not tell.
         new = tmp_path / "LINEAGE.new"
@@ -560,8 +567,7 @@ def test_stop_ends_a_run_whose_batch_finds_no_room(tmp_path: Path) -> None:
 
         life.orchestrator._exchange.publish_batch = full  # type: ignore[method-assign]
         running = asyncio.ensure_future(life.orchestrator.run())
-        while life.progress.step == 1:
-            await asyncio.sleep(0.002)
+        await soon(lambda: life.progress.step > 1)
         await asyncio.sleep(0.05)
         assert not running.done()
         life.orchestrator.stop()
@@ -612,11 +618,9 @@ def test_acknowledgements_of_what_was_not_shipped_release_nothing(tmp_path: Path
         exchange.publish_weights(0, {"weights": b"w"})
         exchange.acknowledge(40, "trainer")
         running = asyncio.ensure_future(life.orchestrator.run())
-        while {"step": 2} not in life.of("trained"):
-            await asyncio.sleep(0.002)
+        await soon(lambda: {"step": 2} in life.of("trained"))
         exchange.publish_weights(1, {"weights": b"w"})
-        while len(life.of("shipped")) < 3:
-            await asyncio.sleep(0.002)
+        await soon(lambda: len(life.of("shipped")) >= 3)
         assert all(facts["step"] <= 3 for facts in life.of("trained"))
         shipped = [facts["step"] for facts in life.of("shipped")]
         assert shipped == sorted(shipped)
@@ -686,8 +690,7 @@ def test_rule_02_an_emitted_result_is_asked_for_again(tmp_path: Path) -> None:
         life.dispatcher.set_limit(4)
         life.dispatcher.pump()
         await life.sink.add(await the_next(life))
-        while life.dispatcher.emitted < 3:
-            await asyncio.sleep(0.002)
+        await soon(lambda: life.dispatcher.emitted >= 3)
         [(group_id, group)] = life.dispatcher.open_train_groups().items()
         life.progress.step = 2
         life.orchestrator._cut()
@@ -830,8 +833,7 @@ def test_links_are_tried_at_start_and_with_the_first_payload_of_a_worker(
         life.manager.link_probe = link_probe  # type: ignore[method-assign]
         trainer.start()
         running = asyncio.ensure_future(life.orchestrator.run())
-        while len(tried) < 3:
-            await asyncio.sleep(0.002)
+        await soon(lambda: len(tried) >= 3)
         assert tried[0] is None and all(tried[1:])
         assert not running.done()
         running.cancel()
