@@ -27,7 +27,7 @@ def test_a_resume_waits_for_nobody_who_still_owns_the_store(tmp_path: Path) -> N
 
 
 def test_visible_through_a_chain() -> None:
-    """DESIGN 7: visible = this life, or an ancestor at a step no later than any at which it was left."""
+    """Promise: visible = this life, or an ancestor at a step no later than any at which it was left."""
     chain = (Link("a", None), Link("b", 9), Link("c", 4), Link("d", 7))
     life = Lineage(Path("run"), chain)
     assert life.visible("d", 1_000_000)

@@ -83,7 +83,7 @@ def test_exdev_of_another_filesystem(
 def test_exdev_between_two_mounts_of_one_filesystem(
     tmp_path: Path, mounts: Mounts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Promise: RELIABILITY F11, two bind mounts with one st_dev do not link: it is tried, not concluded."""
+    """Promise: two bind mounts with one st_dev do not link: it is tried, not concluded."""
     root = mounts.bind(tmp_path / "elsewhere")
     assert root.stat().st_dev == tmp_path.stat().st_dev
     round_trip(tmp_path / "run", root / "payloads", copied=True, back="copied")

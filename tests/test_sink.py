@@ -19,6 +19,7 @@ from prime_io import (
     Progress,
     TaskRequest,
     Trace,
+    TrainBatch,
     load_batch,
 )
 from prime_io.sink import EpisodeRefusedError
@@ -70,6 +71,32 @@ def test_a_batch_loads_what_was_added(tmp_path: Path) -> None:
             assert valid.all()
         assert [t.samples[0].advantages for t in load_batch(again, store=bench.store)] == [-1.0, 1.0]
         await bench.sink.drain()
+
+    run(main())
+
+
+def test_rule_12_a_packed_batch_is_the_batch(tmp_path: Path) -> None:
+    """Rule 12: what the loop takes without decoding it is, byte for byte, the batch; and progress counts the same."""
+
+    async def main() -> None:
+        one, other = Bench(tmp_path / "one"), Bench(tmp_path / "other")
+        for bench in (one, other):
+            for group in ("g", "h"):
+                for i in range(2):
+                    await bench.sink.add(
+                        bench.episode(group, name=f"{group}/{i}", payload=False, reward=float(i))
+                    )
+        packed = one.sink.take_packed()
+        assert packed is not None
+        decoded = msgspec.msgpack.decode(packed.encode(), type=TrainBatch)
+        assert msgspec.msgpack.encode(decoded) == packed.encode()
+        assert [t.trace_id for t in decoded.traces] == packed.trace_ids == ["g/0", "g/1"]
+        assert decoded.files == packed.files == sorted({s.file for t in decoded.traces for s in t.segments()})
+        batch = other.sink.take_batch()
+        assert batch is not None and [t.trace_id for t in batch.traces] == packed.trace_ids
+        assert one.progress == other.progress == Progress(2, 24, 2, 1)
+        for bench in (one, other):
+            await bench.sink.drain()
 
     run(main())
 

@@ -69,7 +69,7 @@ def test_strided_arrays_and_copies() -> None:
     ],
 )
 def test_what_cannot_travel_is_named(value: object, path: str, advice: str) -> None:
-    """DESIGN 7: a tuple, an int beyond 64 bits or an unknown type is a TypeError naming its path."""
+    """Promise: a tuple, an int beyond 64 bits or an unknown type is a TypeError naming its path."""
     with pytest.raises(TypeError, match=advice) as error:
         encode_state(value)
     assert f" {path} " in str(error.value)
@@ -91,7 +91,7 @@ def test_cycles_end() -> None:
 
 
 def test_rng_state_as_text() -> None:
-    """DESIGN 7: RNG state travels as text, bit for bit."""
+    """Promise: RNG state travels as text, bit for bit."""
     rng = np.random.default_rng(7)
     rng.random(5)
     back = np.random.default_rng()
@@ -101,7 +101,7 @@ def test_rng_state_as_text() -> None:
 
 @given(st.binary(max_size=60))
 def test_garbage_is_a_value_error(data: bytes) -> None:
-    """DESIGN 10: no bytes make the decoder do anything but answer or raise ValueError."""
+    """Promise: no bytes make the decoder do anything but answer or raise ValueError."""
     try:
         decode_state(data)
     except ValueError:
@@ -119,7 +119,7 @@ def test_garbage_is_a_value_error(data: bytes) -> None:
     ],
 )
 def test_forged_arrays_are_refused(body: object) -> None:
-    """DESIGN 10: an array whose claim does not fit its bytes is refused before anything is allocated."""
+    """Promise: an array whose claim does not fit its bytes is refused before anything is allocated."""
     data = msgspec.msgpack.encode(msgspec.msgpack.Ext(1, msgspec.msgpack.encode(body)))
     with pytest.raises(ValueError, match="decode state"):
         decode_state(data)

@@ -158,11 +158,6 @@ class Dispatcher:
         """Results that wait to be consumed."""
         return len(self._emitted)
 
-    @property
-    def emitted_train_groups(self) -> set[str]:
-        """The groups that have results waiting to be consumed."""
-        return {result.group_id for result in self._emitted}
-
     def open_train_groups(self) -> dict[str, OpenGroup]:
         """The groups known here, for a snapshot: without members, those are the sink's to add."""
         return {

@@ -28,7 +28,7 @@ from .snapshot import Snapshot
 from .source import TrainSource
 from .state import decode_state, encode_state
 from .store import PayloadStore, SweepReport
-from .types import Episode, Policy, Progress, QueuedTrace, StoredEpisode, TrainBatch
+from .types import Episode, PackedBatch, Policy, Progress, QueuedTrace, StoredEpisode
 
 log = logging.getLogger("prime_io.orchestrator")
 
@@ -453,7 +453,7 @@ class Orchestrator:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            batch = self.sink.take_batch()
+            batch = self.sink.take_packed()
             assert batch is not None, "ready() said so, and nothing was awaited since"
             last = batch.step == self._max_steps
             batch = msgspec.structs.replace(
@@ -461,10 +461,10 @@ class Orchestrator:
             )
             if batch.checkpoint:
                 self._cut()
-            self._tell("shipped", {"step": batch.step, "traces": [t.trace_id for t in batch.traces]})
+            self._tell("shipped", {"step": batch.step, "traces": batch.trace_ids})
             await self._publish(batch)
 
-    async def _publish(self, batch: TrainBatch) -> None:
+    async def _publish(self, batch: PackedBatch) -> None:
         """Publish a batch; while the disk is full, again and again, since what was taken must not be lost."""
         told = False
         while True:

@@ -1,4 +1,4 @@
-"""Restoring the sink's part of a checkpoint, in the order of DESIGN rule 3.
+"""Restoring the sink's part of a checkpoint, in the order of rule 3 (docs/design.md, Restore).
 
 Stale and too-new work goes first, judged at the step to come and with the new configuration; then the pins of
 what is kept get their names in the store back; then everything is probed in one batch and what lost a required

@@ -240,6 +240,32 @@ class TrainBatch(msgspec.Struct, frozen=True):
     checkpoint: bool = False
 
 
+class PackedBatch(msgspec.Struct, frozen=True):
+    """A batch as the orchestrator takes it: each trace as it was encoded when it was queued.
+
+    Decoding hundreds of traces takes many milliseconds, and the event loop must not stand still for that.
+    """
+
+    step: int
+    lineage: str
+    trace_ids: list[str]
+    traces: list[msgspec.Raw]
+    files: list[str]
+    checkpoint: bool = False
+
+    def encode(self) -> bytes:
+        """The bytes of the `TrainBatch`."""
+        return msgspec.msgpack.encode(
+            {
+                "step": self.step,
+                "lineage": self.lineage,
+                "traces": self.traces,
+                "files": self.files,
+                "checkpoint": self.checkpoint,
+            }
+        )
+
+
 class ScoredGroup(msgspec.Struct, frozen=True):
     """What `TrainSource.on_result` learns about a group that was scored."""
 
@@ -251,5 +277,5 @@ class ScoredGroup(msgspec.Struct, frozen=True):
 
 
 def is_stale(policy: PolicySpan | None, *, step: int, max_off_policy_steps: int) -> bool:
-    """Whether work of this policy is too old to be trained by batch `step` (DESIGN 2)."""
+    """Whether work of this policy is too old to be trained by batch `step`."""
     return policy is not None and policy.start < (step - 1) - max_off_policy_steps
