@@ -7,11 +7,10 @@ only between awaits, so that `state_dict` is always one instant.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import inspect
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from numbers import Real
 from typing import Any, TypeVar
@@ -20,11 +19,13 @@ import msgspec
 import numpy as np
 
 from . import columns, restore
+from .releases import Releases
 from .resume import Ledger, missing_rollouts
 from .scoring import ScoreEpisode, ScoreGroup, grpo
 from .segment import FieldSpec, PayloadSegment, clip
 from .state import check_plain
 from .store import PayloadStore
+from .trace_queue import Queued, TraceQueue
 from .types import (
     Episode,
     GroupCancellation,
@@ -47,7 +48,6 @@ log = logging.getLogger("prime_io.sink")
 
 T = TypeVar("T")
 
-_SYNCED_TOGETHER = 1024
 _SCORED_ON_THE_LOOP = 64
 """Traces of a group up to which taking float advantages up costs the loop less than a thread would."""
 
@@ -90,11 +90,7 @@ class TrainSink:
         on_consumed: Callable[[str], object] | None = None,
         on_drop: Callable[[str, Sequence[str]], object] | None = None,
     ) -> None:
-        if (batch_size is None) == (token_batch_size is None):
-            raise ValueError("TrainSink needs exactly one of batch_size and token_batch_size")
-        size = token_batch_size if batch_size is None else batch_size
-        if size is None or size < 1:
-            raise ValueError(f"a batch of {size} cannot be filled: give at least 1")
+        self._queue = TraceQueue(batch_size=batch_size, token_batch_size=token_batch_size)
         sizes = {"": group_size} if isinstance(group_size, int) else group_size
         if not sizes or min(sizes.values()) < 1:
             raise ValueError(f"group_size={group_size!r}: every environment needs one of at least 1")
@@ -109,8 +105,6 @@ class TrainSink:
         self.dropped_at_restore: dict[str, list[str]] = {}
         self.fields = dict(fields or {})
         self._group_size = group_size
-        self._batch_size = batch_size
-        self._token_batch_size = token_batch_size
         self._max_off_policy_steps = max_off_policy_steps
         self._seq_len = seq_len
         self._score_episode = score_episode
@@ -122,14 +116,9 @@ class TrainSink:
         self.on_consumed = on_consumed
         self.on_drop = on_drop
         self._groups: dict[str, _Group] = {}
-        self._queue: list[_Queued] = []
-        self._queued_tokens = 0
         self._arrival = 0
         self._fresh_for: int | None = None
-        self._unsynced: set[str] = set()
-        self._spared: set[str] = set()
-        self._reclaiming = _Background(self._unlink)
-        self._syncing = _Background(self._sync)
+        self._releases = Releases(store=store, ledger=self.ledger, counters=self.counters)
 
     # -- in
 
@@ -139,7 +128,7 @@ class TrainSink:
         EpisodeRefusedError, with nothing taken and its files reclaimed, if it is of another lineage, of a
         policy newer than any published, or more than its group waits for.
         """
-        self._raise_failure()
+        self._releases.raise_failure()
         if episode.group_id not in self._groups:
             episode = _with_plain_task(episode)
         try:
@@ -171,7 +160,7 @@ class TrainSink:
             group.taking -= taking
             # What is kept of the episode was held by `append`; what was cut away or failed is free now.
             self.ledger.release(held)
-        self._reclaim()
+        self._releases.reclaim()
         if group.complete:
             await self._score(episode.group_id, group)
 
@@ -180,7 +169,7 @@ class TrainSink:
 
         ValueError for an environment without a group size.
         """
-        self._raise_failure()
+        self._releases.raise_failure()
         group = self._group(cancellation.group_id, cancellation.env_name, None, None)
         self.counters[f"cancelled_{cancellation.reason}"] += cancellation.count
         group.open.cancelled += cancellation.count
@@ -330,7 +319,7 @@ class TrainSink:
         for (member, _), trace in zip(traces, scored, strict=True):
             self._enqueue(member, trace)
         self._forget(group_id, group)
-        self._reclaim()
+        self._releases.reclaim()
 
     async def _lose(
         self, group_id: str, group: _Group, lost: Sequence[StoredEpisode], error: OSError
@@ -346,7 +335,7 @@ class TrainSink:
                 self.ledger.release(held)
         group.members = [entry for entry in group.members if entry[0].id not in names]
         group.open.members = [member for member, _, _ in group.members]
-        self._reclaim()
+        self._releases.reclaim()
         missing = missing_rollouts(group.open)
         if missing:
             self.requests.append(self._ask_again(group_id, group, missing))
@@ -397,12 +386,10 @@ class TrainSink:
 
     def _push(self, trace: QueuedTrace) -> None:
         held = self.ledger.hold(trace.segments())
-        heapq.heappush(self._queue, _Queued(trace, msgspec.Raw(_encoder.encode(trace)), held))
-        self._queued_tokens += trace.n_tokens
+        self._queue.push(Queued(trace, held))
         if self._stale(trace):
             self._fresh_for = None
-        self._unsynced.update(held)
-        self._syncing.start()
+        self._releases.sync(held)
 
     def _forget(self, group_id: str, group: _Group) -> None:
         del self._groups[group_id]
@@ -411,7 +398,7 @@ class TrainSink:
         if self.on_consumed is not None:
             self.on_consumed(group_id)
 
-    def _stale(self, work: StoredEpisode | QueuedTrace | _Queued) -> bool:
+    def _stale(self, work: StoredEpisode | QueuedTrace | Queued) -> bool:
         return is_stale(work.policy, step=self.progress.step, max_off_policy_steps=self._max_off_policy_steps)
 
     # -- out
@@ -424,10 +411,7 @@ class TrainSink:
     @property
     def queued_batches(self) -> int:
         """How many batches the queue can fill."""
-        if self._batch_size is not None:
-            return len(self._queue) // self._batch_size
-        assert self._token_batch_size is not None
-        return self._queued_tokens // self._token_batch_size
+        return self._queue.batches
 
     @property
     def open_groups(self) -> dict[str, OpenGroup]:
@@ -436,7 +420,7 @@ class TrainSink:
 
     def queued_trace_ids(self) -> list[str]:
         """The ids of the queue, in batch order."""
-        return [queued.trace_id for queued in sorted(self._queue, key=_Queued.order)]
+        return [queued.trace_id for queued in sorted(self._queue)]
 
     def queued_files(self) -> dict[str, tuple[str, ...]]:
         """The files of every queued trace."""
@@ -456,54 +440,34 @@ class TrainSink:
         """As `take_batch`, without decoding: a few microseconds a trace, for the event loop."""
         if not self.ready():
             return None
-        step, taken, tokens = self.progress.step, list[_Queued](), 0
-        while self._queue and not self._full(len(taken), tokens):
-            taken.append(self._pop())
-            tokens += taken[-1].n_tokens
+        step, taken = self.progress.step, self._queue.take()
         for queued in taken:
             self.ledger.ship(step, queued.held)
         files = sorted({file for queued in taken for file in queued.held})
         self.progress.step += 1
-        self.progress.total_tokens += tokens
+        self.progress.total_tokens += sum(queued.n_tokens for queued in taken)
         self.progress.total_samples += sum(queued.n_samples for queued in taken)
         self.progress.total_problems += len({queued.group_id for queued in taken})
         self.counters["shipped"] += len(taken)
         ids, blobs = [queued.trace_id for queued in taken], [queued.blob for queued in taken]
         return PackedBatch(step, self._lineage, ids, blobs, files)
 
-    def _full(self, traces: int, tokens: int) -> bool:
-        if self._batch_size is not None:
-            return traces >= self._batch_size
-        assert self._token_batch_size is not None
-        return tokens >= self._token_batch_size
-
-    def _pop(self) -> _Queued:
-        queued = heapq.heappop(self._queue)
-        self._queued_tokens -= queued.n_tokens
-        return queued
-
     def _drop_stale(self) -> None:
         """Stale traces leave the queue; looked for once a step, since nothing else makes them stale."""
         if self._fresh_for == self.progress.step:
             return
         self._fresh_for = self.progress.step
-        stale, fresh = list[_Queued](), list[_Queued]()
-        for queued in self._queue:
-            (stale if self._stale(queued) else fresh).append(queued)
+        stale = self._queue.remove(self._stale)
         if not stale:
             return
-        self._queue = fresh
-        heapq.heapify(self._queue)
-        for queued in stale:
-            self._queued_tokens -= queued.n_tokens
         self.ledger.release_later(file for queued in stale for file in queued.held)
         self._dropped("stale_queued", [queued.trace_id for queued in stale])
-        self._reclaim()
+        self._releases.reclaim()
 
     def trained(self, step: int) -> None:
         """Every reader acknowledged batch `step` (and all before it): their files are released."""
         self.ledger.trained(step)
-        self._reclaim()
+        self._releases.reclaim()
 
     def oldest_live_payload_version(self) -> int | None:
         """The least `v<k>` that queue, groups, open snapshots or untrained batches still name."""
@@ -519,65 +483,30 @@ class TrainSink:
     def discard(self, segments: Iterable[PayloadSegment]) -> None:
         """Reclaim the files of work that nobody takes (a late result), unless somebody holds them."""
         self.ledger.discard(segments)
-        self._reclaim()
+        self._releases.reclaim()
 
     def close_snapshot(self, snapshot: set[str]) -> None:
         """The save of a cut is over, well or not: reclaim what waited for it and nobody needs now."""
         self.ledger.close_snapshot(snapshot)
-        self._reclaim()
-
-    def _reclaim(self) -> None:
-        if self.ledger.has_free:
-            self._reclaiming.start()
-
-    async def _unlink(self) -> None:
-        while self.ledger.has_free:
-            free = self.ledger.take_free(self.ledger.AT_ONCE)
-            files = [file for file in free if file not in self._spared]
-            if not files:
-                await asyncio.sleep(0)
-                continue
-            results = await asyncio.to_thread(self.store.reclaim, files)
-            for file, result in zip(files, results, strict=True):
-                if isinstance(result, Exception):
-                    self.counters["reclaim_failed"] += 1
-                    log.warning("reclaiming %s failed; a later sweep takes it: %s", file, result)
-                elif result >= 0:
-                    self.counters["reclaimed"] += 1
-
-    async def _sync(self) -> None:
-        """Make files of queued traces durable in the background, so that a checkpoint has little left to do."""
-        while self._unsynced:
-            files = sorted(self._unsynced.pop() for _ in range(min(_SYNCED_TOGETHER, len(self._unsynced))))
-            for file, error in zip(files, await asyncio.to_thread(self.store.sync, files), strict=True):
-                if error is not None and file in self.ledger:
-                    self.counters["sync_failed"] += 1
-                    log.warning("fdatasync of %s failed; a save that pins it will say so: %s", file, error)
-
-    def _raise_failure(self) -> None:
-        for work in (self._reclaiming, self._syncing):
-            if work.failure is not None:
-                raise RuntimeError("background work of the sink failed") from work.failure
+        self._releases.reclaim()
 
     async def drain(self) -> None:
         """Wait for background reclaims and syncs."""
-        await self._syncing.wait()
-        await self._reclaiming.wait()
-        self._raise_failure()
+        await self._releases.drain()
 
     async def discard_all(self, *, spare: Iterable[str] = ()) -> None:
         """Give up queue and groups (the run is over and their checkpoint committed): release every file.
 
         Files to `spare` stay where they are: a checkpoint names them and has no link of its own.
         """
-        self._spared.update(spare)
+        self._releases.spare(spare)
         self._dropped("drained_queued", self.queued_trace_ids())
-        while self._queue:
-            self.ledger.release(self._pop().held)
+        for queued in self._queue.remove(lambda queued: True):
+            self.ledger.release(queued.held)
         for group_id, group in list(self._groups.items()):
             self._dropped("drained_members", [t.id for m, _, _ in group.members for t in m.traces])
             self._forget(group_id, group)
-        self._reclaim()
+        self._releases.reclaim()
         await self.drain()
 
     # -- state
@@ -683,53 +612,7 @@ class _Group:
         return missing_rollouts(self.open) == 0 and not self.pending
 
 
-class _Queued:
-    """A queued trace, kept in its encoded form alone: thousands wait, and they are only looked at again when a
-    batch or a checkpoint is made."""
-
-    __slots__ = ("blob", "group_id", "held", "key", "n_samples", "n_tokens", "policy", "trace_id")
-
-    def __init__(self, trace: QueuedTrace, blob: msgspec.Raw, held: tuple[str, ...]) -> None:
-        self.blob, self.held = blob, held
-        self.key = (trace.version, trace.arrival)
-        self.trace_id, self.group_id, self.policy = trace.trace_id, trace.group_id, trace.policy
-        self.n_tokens, self.n_samples = trace.n_tokens, len(trace.samples)
-
-    def trace(self) -> QueuedTrace:
-        return _decoder.decode(self.blob)
-
-    def order(self) -> tuple[int, int]:
-        return self.key
-
-    def __lt__(self, other: _Queued) -> bool:
-        return self.key < other.key
-
-
-class _Background:
-    """One task at a time that does all there is to do; `start` while it runs is seen by its loop."""
-
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._work = work
-        self._task: asyncio.Task[None] | None = None
-        self.failure: BaseException | None = None
-
-    def start(self) -> None:
-        if self._task is None and self.failure is None:
-            self._task = asyncio.ensure_future(self._work())
-            self._task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._task = None
-        if not task.cancelled():
-            self.failure = task.exception()
-
-    async def wait(self) -> None:
-        while self._task is not None:
-            await asyncio.wait([self._task])
-
-
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(QueuedTrace)
 
 
 def _without_traces(episode: Episode, error: str) -> Episode:
