@@ -101,6 +101,63 @@ def test_rule_12_a_packed_batch_is_the_batch(tmp_path: Path) -> None:
     run(main())
 
 
+def test_rule_12_a_large_group_is_queued_in_turns_and_in_one_instant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules 2 and 12: others get their turn while a group is made ready, and see it open and whole, or queued."""
+
+    async def main() -> None:
+        monkeypatch.setattr("prime_io.sink._PREPARED_TOGETHER", 2)
+        bench = Bench(tmp_path, group_size=12)
+        for i in range(11):
+            await bench.sink.add(bench.episode("g", payload=False, reward=float(i)))
+        ready, seen = bench.sink._ready, list[tuple[int, int]]()
+
+        def look(*args: Any) -> Any:
+            asyncio.get_running_loop().call_soon(note)
+            return ready(*args)
+
+        def note() -> None:
+
+            state = bench.sink.state_dict({})
+            seen.append((len(state["queue"]), sum(len(members) for _, _, members in state["groups"])))
+
+        monkeypatch.setattr(bench.sink, "_ready", look)
+        await bench.sink.add(bench.episode("g", payload=False, reward=99.0))
+        assert set(seen) <= {(0, 12), (12, 0)} and seen.count((0, 12)) >= 8
+        assert bench.sink.queued == 12
+        await bench.sink.drain()
+
+    run(main())
+
+
+def test_rule_08_a_run_that_ends_while_a_group_is_made_ready_keeps_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 8: cancelled between two traces of a group, their files are given up with it."""
+
+    async def main() -> None:
+        monkeypatch.setattr("prime_io.sink._PREPARED_TOGETHER", 1)
+        bench = Bench(tmp_path, group_size=4)
+        for i in range(3):
+            await bench.sink.add(bench.episode("g", reward=float(i)))
+        ready = bench.sink._ready
+
+        def cancel(*args: Any) -> Any:
+            adding.cancel()
+            return ready(*args)
+
+        monkeypatch.setattr(bench.sink, "_ready", cancel)
+        adding = asyncio.ensure_future(bench.sink.add(bench.episode("g", reward=9.0)))
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+        assert bench.sink.queued == 0 and len(bench.sink.open_groups["g"].members) == 4
+        await bench.sink.discard_all()
+        assert len(bench.sink.ledger) == 0 and not bench.files()
+
+    run(main())
+
+
 def test_rule_02_a_result_inside_an_unfinished_add_is_missing_from_the_cut(tmp_path: Path) -> None:
     """Rule 2: a cut taken while `add` waits has the group open under its task, without that member."""
 

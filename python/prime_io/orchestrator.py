@@ -12,23 +12,21 @@ import contextlib
 import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from . import _native
 from .checkpoint import CheckpointManager
+from .cut import Cut
 from .dispatcher import Dispatcher
 from .exchange import Exchange
 from .restore import RestoreReport, saved_progress, sink_state
-from .segment import PayloadSegment
 from .sink import EpisodeRefusedError, TrainSink
-from .slices import in_slices
-from .snapshot import Snapshot
 from .source import TrainSource
 from .state import decode_state, encode_state
 from .store import PayloadStore, SweepReport
-from .types import Episode, PackedBatch, Policy, Progress, QueuedTrace, StoredEpisode
+from .types import Episode, PackedBatch, Policy, Progress
 
 log = logging.getLogger("prime_io.orchestrator")
 
@@ -37,7 +35,6 @@ STOP_GRACE_S = 60.0
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
-_decode_trace = msgspec.msgpack.Decoder(QueuedTrace).decode
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
 
@@ -52,33 +49,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from it."""
         ...
-
-
-class Cut(NamedTuple):
-    """One instant of the run, in a form that costs the event loop next to nothing."""
-
-    step: int
-    parts: dict[str, bytes]
-    queue: list[msgspec.Raw]
-    members: list[StoredEpisode]
-
-    def snapshot(self) -> Snapshot:
-        """The cut as a checkpoint takes it: packed, and with the segments to pin. Off the event loop."""
-        segments: list[PayloadSegment] = []
-        spills: list[PayloadSegment] = []
-        everything: list[msgspec.Raw | StoredEpisode] = [*self.queue, *self.members]
-        for part in in_slices(everything, size=32):
-            for item in part:
-                work: QueuedTrace | StoredEpisode
-                work = item if isinstance(item, StoredEpisode) else _decode_trace(item)
-                segments += work.segments()
-                spills += work.spills()
-        return Snapshot(self.step, {**self.parts, "queue": _pack(self.queue)}, segments, spills)
-
-
-def _pack(blobs: Sequence[msgspec.Raw]) -> bytes:
-    """A msgpack array of values that are encoded already (array 32)."""
-    return b"".join([b"\xdd", len(blobs).to_bytes(4, "big"), *blobs])
 
 
 class Orchestrator:

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from numbers import Real
 from typing import Any, TypeVar
@@ -48,6 +48,8 @@ log = logging.getLogger("prime_io.sink")
 
 T = TypeVar("T")
 
+_PREPARED_TOGETHER = 16
+"""Traces that are made ready for the queue in one go: a millisecond or two of the event loop."""
 _SCORED_ON_THE_LOOP = 64
 """Traces of a group up to which taking float advantages up costs the loop less than a thread would."""
 
@@ -282,7 +284,7 @@ class TrainSink:
     # -- scoring
 
     async def _score(self, group_id: str, group: _Group) -> None:
-        """Score a complete group. Computes first; then, without an await: result, queue, forget."""
+        """Score a complete group. Computes and prepares first; then, without an await: result, queue, forget."""
         if group.scoring:
             return
         group.scoring = True
@@ -295,14 +297,21 @@ class TrainSink:
         stale = {t.id for m in members for t in m.traces} - {t.id for m in fresh for t in m.traces}
         unscored = {t.id for m in fresh for t in m.traces} - {t.id for _, t in traces}
         scored: list[StoredTrace] = []
+        ready: list[tuple[Queued, str]] = []
         version = max((m.dispatch_version for m in fresh), default=0)
         try:
             if traces:
                 scored = await self._advantages(group_id, [t for _, t in traces], version)
+            async for (m, _), trace in _in_turns(zip(traces, scored, strict=True), _PREPARED_TOGETHER):
+                ready.append(self._ready(m, trace))
         except OSError as error:
             group.scoring = False
             await self._lose(group_id, group, [m for m in fresh if m.traces], error)
             return
+        except BaseException:  # cancelled: the run is over
+            for queued, _ in ready:
+                self.ledger.release(queued.held)
+            raise
         finally:
             group.scoring = False
         # From here on without an await: a cut sees the group open with all its members, or scored.
@@ -316,8 +325,12 @@ class TrainSink:
                 self.on_result(ScoredGroup(group_id, g.env_name, g.task, g.step, rewards))
         else:
             self.counters["groups_empty"] += 1
-        for (member, _), trace in zip(traces, scored, strict=True):
-            self._enqueue(member, trace)
+        for queued, reason in ready:
+            if reason:
+                self._dropped(reason, [queued.trace_id])
+                self.ledger.release(queued.held)
+            else:
+                self._push(queued)
         self._forget(group_id, group)
         self._releases.reclaim()
 
@@ -360,15 +373,13 @@ class TrainSink:
             columns.with_advantages, traces, advantages, version=version, store=self.store
         )
 
-    def _enqueue(self, member: StoredEpisode, trace: StoredTrace) -> None:
+    def _ready(self, member: StoredEpisode, trace: StoredTrace) -> tuple[Queued, str]:
+        """A scored trace as it will be queued, or the reason why it will not be. It holds its files either way."""
+        reason = ""
         if not all(s.advantage is None or isfinite(s.advantage) for s in trace.samples):
-            self._dropped("unscored", [trace.id])
-            self.ledger.discard(segment for sample in trace.samples for segment in sample.segments())
-            return
-        if self._filter_zero_advantages and all(s.advantage == 0.0 for s in trace.samples):
-            self._dropped("zero_advantage", [trace.id])
-            self.ledger.discard(segment for sample in trace.samples for segment in sample.segments())
-            return
+            reason = "unscored"
+        elif self._filter_zero_advantages and all(s.advantage == 0.0 for s in trace.samples):
+            reason = "zero_advantage"
         queued = QueuedTrace(
             trace_id=trace.id,
             episode_id=member.id,
@@ -382,14 +393,16 @@ class TrainSink:
             samples=trace.samples,
         )
         self._arrival += 1
-        self._push(queued)
+        return self._held(queued), reason
 
-    def _push(self, trace: QueuedTrace) -> None:
-        held = self.ledger.hold(trace.segments())
-        self._queue.push(Queued(trace, held))
-        if self._stale(trace):
+    def _held(self, trace: QueuedTrace) -> Queued:
+        return Queued(trace, self.ledger.hold(trace.segments()))
+
+    def _push(self, queued: Queued) -> None:
+        self._queue.push(queued)
+        if self._stale(queued):
             self._fresh_for = None
-        self._releases.sync(held)
+        self._releases.sync(queued.held)
 
     def _forget(self, group_id: str, group: _Group) -> None:
         del self._groups[group_id]
@@ -575,7 +588,7 @@ class TrainSink:
         self.dropped_at_restore = restored.dropped
         self._arrival = restored.arrival
         for trace in restored.queue:
-            self._push(trace)
+            self._push(self._held(trace))
         for group_id, open_group in restored.groups.items():
             members, open_group.members = open_group.members, []
             group = self._groups[group_id] = _Group(open_group)
@@ -627,6 +640,14 @@ def _with_plain_task(episode: Episode) -> Episode:
         log.error("%s; its group goes on without", error)
         return msgspec.structs.replace(episode, task=None)
     return episode
+
+
+async def _in_turns(items: Iterable[T], size: int) -> AsyncIterator[T]:
+    """The items; after every `size` of them others get their turn on the event loop."""
+    for n, item in enumerate(items, 1):
+        yield item
+        if n % size == 0:
+            await asyncio.sleep(0)
 
 
 async def _maybe_await(value: T | Awaitable[T]) -> T:
