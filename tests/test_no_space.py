@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from loop import FIELD, Run
 from mounts import Mounts, mounts_below
 from prime_io import CheckpointManager, Episode, Lineage, PayloadStore, Sample, Trace, prepare_resume
 from runs import both, payload, save
-from test_orchestrator import FIELD, Run
 
 KIB = 1024
 FIRST = 1

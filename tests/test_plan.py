@@ -17,12 +17,12 @@ import msgspec
 import pytest
 
 import prime_io
+from loop import Run, Trainer, until_killed
 from prime_io import CheckpointManager, PayloadStore, Progress, RestoreReport, Snapshot, prepare_resume
 from prime_io.cli import main
 from prime_io.plan import plan
 from prime_io.restore import sink_state
 from runs import save, straggle, trainer
-from test_orchestrator import Run, Trainer, until_killed
 from work import SPECS, Bench
 
 STEP = 7

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from loop import Run, Trainer, until_killed, until_the_end
 from prime_io import (
     CheckpointManager,
     Episode,
@@ -20,7 +21,6 @@ from prime_io import (
     load_batch,
     prepare_resume,
 )
-from test_orchestrator import Run, Trainer, until_killed, until_the_end
 from work import Bench
 
 BATCH, GROUP = 8, 4
