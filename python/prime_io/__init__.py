@@ -5,6 +5,8 @@ bytes once. A run killed at any moment loses no checkpointed work, trains nothin
 missing file. `docs/design.md` has the formats, protocols and rules.
 """
 
+from importlib.metadata import version as _version
+
 from ._native import CorruptPayloadError
 from .checkpoint import CheckpointManager
 from .columns import load_batch
@@ -44,6 +46,8 @@ from .types import (
     TrainBatch,
 )
 from .writer import PayloadWriter
+
+__version__ = _version("prime-io")
 
 __all__ = [
     "CheckpointManager",
