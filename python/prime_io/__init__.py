@@ -5,6 +5,8 @@ bytes once. A run killed at any moment loses no checkpointed work, trains nothin
 missing file. `docs/design.md` has the formats, protocols and rules.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from ._native import CorruptPayloadError
 from .checkpoint import CheckpointManager
 from .columns import load_batch
@@ -45,6 +47,39 @@ from .types import (
 )
 from .writer import PayloadWriter
 
+if TYPE_CHECKING:
+    from .dataset import PayloadDataset
+    from .loader import LoaderStats, PayloadLoader, Step
+    from .microbatch import MicroBatch, PackedSample, Rows
+    from .ranks import Ranks
+
+_WITH_TORCH = {
+    "LoaderStats": "loader",
+    "MicroBatch": "microbatch",
+    "PackedSample": "microbatch",
+    "PayloadDataset": "dataset",
+    "PayloadLoader": "loader",
+    "Ranks": "ranks",
+    "Rows": "microbatch",
+    "Step": "loader",
+}
+"""The trainer's side needs PyTorch, which nothing else here does: imported when it is asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    module = _WITH_TORCH.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    try:
+        return getattr(import_module(f"{__name__}.{module}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"{name} needs PyTorch: pip install 'prime-io[torch]'") from None
+
+
 __all__ = [
     "CheckpointManager",
     "CorruptCheckpointError",
@@ -59,8 +94,13 @@ __all__ = [
     "Ledger",
     "Lineage",
     "LineageLeftError",
+    "LoaderStats",
+    "MicroBatch",
     "OpenGroup",
     "Orchestrator",
+    "PackedSample",
+    "PayloadDataset",
+    "PayloadLoader",
     "PayloadSegment",
     "PayloadStore",
     "PayloadWriter",
@@ -71,12 +111,15 @@ __all__ = [
     "Progress",
     "QueuedTrace",
     "Ragged",
+    "Ranks",
     "RestoreReport",
     "Rollout",
+    "Rows",
     "Sample",
     "SaveReport",
     "ScoredGroup",
     "Snapshot",
+    "Step",
     "StoredEpisode",
     "StoredSample",
     "StoredTrace",
