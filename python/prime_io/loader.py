@@ -233,6 +233,7 @@ class PayloadLoader:
         checkpoint step is committed. ValueError if that step is not the open one, or has micro-batches left.
         Errors of `Ranks.tell`; OSError on all ranks if the acknowledgement cannot be published.
         """
+        self._check_usable()
         step = self._open
         if step is None or step.number != number:
             raise ValueError(f"step {number} is not open: {step.number if step else 'none'} is")
@@ -253,6 +254,7 @@ class PayloadLoader:
     # -- steps
 
     def _next_step(self) -> Step | None:
+        self._check_usable()
         if self._open is not None:
             raise RuntimeError(f"step {self._open.number} is not done: call done({self._open.number}) first")
         began = time.perf_counter()
@@ -282,6 +284,7 @@ class PayloadLoader:
 
     def _take(self, step: Step) -> MicroBatch:
         """The next micro-batch of the open step; every rank is at the same one."""
+        self._check_usable()
         if step is not self._open:
             raise ValueError(f"step {step.number} is over")
         failure = None
@@ -299,14 +302,17 @@ class PayloadLoader:
         self._nbytes += fetched.nbytes
         return fetched.receive()
 
+    def _check_usable(self) -> None:
+        self._reads.check()
+        if self._failed is not None:
+            raise RuntimeError(f"the loader cannot go on after: {self._failed}")
+
     # -- agreeing
 
     def _tell(
         self, *, at: str, failure: Failure | None = None, announce: bool = False, wait_s: float = 0.0
     ) -> None:
         """Meet the other ranks: raise what failed on any, learn of the next batch, agree on it once all looked."""
-        if self._failed is not None:
-            raise RuntimeError(f"the loader cannot go on after: {self._failed}")
         message = b""
         if (
             announce

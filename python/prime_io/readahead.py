@@ -71,7 +71,7 @@ class ReadAhead(Generic[T]):
         """The next result; waits for it, and raises what its job raised. Signals get through while it waits."""
         began = time.perf_counter()
         with self._changed:
-            self._check()
+            self.check()
             while not self._done:
                 if not self._jobs and not self._ahead:
                     raise RuntimeError("nothing is being read: the step's micro-batches are used up")
@@ -97,14 +97,15 @@ class ReadAhead(Generic[T]):
         if wait and self._thread is not None and self._pid == os.getpid():
             self._thread.join()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """ValueError if it is closed, RuntimeError in a forked child."""
         if self._pid != os.getpid():
             raise RuntimeError("a PayloadLoader cannot be used in a forked child: make one there")
         if self._closed:
             raise ValueError("the loader is closed")
 
     def _wake(self) -> None:
-        self._check()
+        self.check()
         if self._thread is None:
             # Not a daemon: a daemon that is inside a native call when the interpreter ends may abort the process.
             self._thread = threading.Thread(target=self._work, name="prime-io-read-ahead")
