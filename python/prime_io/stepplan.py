@@ -107,7 +107,8 @@ class StepPlan:
             own = [s for slot in packed.slots for s in self.own(slot, name)]
             rows, marks = hi - lo, hi - lo
             if spec.align == "free":
-                rows = marks = sum(s.rows for s in own)
+                rows = sum(s.rows for s in own)
+                marks = rows + 8 * len(packed.slots)
             elif spec.ragged:
                 # What the counts say is not known before they are read; each value belongs to one count.
                 rows, marks = sum(s.rows for s in own if s.field == f"{name}.values"), 9 * (hi - lo)
