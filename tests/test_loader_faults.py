@@ -20,7 +20,7 @@ from work import wait_until
 
 pytest.importorskip("torch", reason="the loader makes tensors: pip install 'prime-io[torch]'")
 
-from prime_io import PayloadLoader, Ranks  # noqa: E402
+from prime_io import PayloadLoader, Ranks
 
 
 class Faulty(NamedTuple):
