@@ -14,7 +14,7 @@ from prime_io import FieldSpec
 
 torch = pytest.importorskip("torch", reason="slabs are tensors: pip install 'prime-io[torch]'")
 
-from prime_io.device import HostStaging, Slab, Tensors, cut, slab_bytes, views  # noqa: E402
+from prime_io.device import HostStaging, PinnedPool, Slab, Tensors, cut, slab_bytes, views  # noqa: E402
 from prime_io.fetch import fetch  # noqa: E402
 from prime_io.packing import Layout  # noqa: E402
 from prime_io.stepplan import StepPlan  # noqa: E402
@@ -88,3 +88,51 @@ def test_a_micro_batch_by_slab_equals_one_by_the_engine(tmp_path: Path) -> None:
                 for x, y in zip(a.payload[name], b.payload[name], strict=True):
                     assert (x is None and y is None) or (x.dtype == y.dtype and torch.equal(x, y)), name
     run.store.close()
+
+
+class Copy:
+    """A copy out of a slab, as the event after it tells of it."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = True
+
+
+def pool_of(limit: int) -> PinnedPool:
+    return PinnedPool(limit, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+
+
+def test_a_slab_is_reused_only_after_its_copy() -> None:
+    """Reading into a slab that the device still copies from would train on the next micro-batch's bytes."""
+    pool = pool_of(12 << 20)
+    first, copy = pool.take(3 << 20), Copy()
+    pool.give(first, copy)
+    second = pool.take(3 << 20)
+    assert second is not first
+    copy.done = True
+    assert pool.take((3 << 20) + 5) is first and (pool.hits, pool.misses) == (1, 2)
+    late = Copy()
+    pool.give(first, late)
+    pool.give(second, Copy())
+    assert not late.done, "what is kept is not waited for"
+    pool.close()
+    assert late.done, "memory is freed only after the copy out of it"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "size"), [(0, 1), (1 << 20, 1), ((1 << 20) + 1, 2), (64 << 20, 64), (65 << 20, 128)]
+)
+def test_idle_slabs_are_bounded(nbytes: int, size: int) -> None:
+    """Slabs come in few sizes, and the pool keeps no more of them than its limit."""
+    pool = pool_of(size << 20)
+    slabs = [pool.take(nbytes) for _ in range(3)]
+    assert {slab.numel() for slab in slabs} == {size << 20}
+    copies = [Copy() for _ in slabs]
+    for slab, copy in zip(slabs, copies, strict=True):
+        pool.give(slab, copy)
+    assert [copy.done for copy in copies] == [True, True, False], "the oldest go, after their copies"

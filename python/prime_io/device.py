@@ -21,6 +21,8 @@ from .tensors import Array, as_torch, from_buffer
 _ALIGN = 256
 """Where arrays begin in a slab: what a CUDA allocation promises."""
 
+_LARGE = 64 << 20
+
 Tensors = list[torch.Tensor]
 
 
@@ -120,6 +122,13 @@ def views(flat: torch.Tensor, slab: Slab, names: Sequence[str]) -> Tensors:
     return out
 
 
+def _slab_size(nbytes: int) -> int:
+    """Few sizes, so that slabs fit again: powers of two from 1 MiB, multiples of 64 MiB above that."""
+    if nbytes > _LARGE:
+        return -(-nbytes // _LARGE) * _LARGE
+    return max(1 << 20, 1 << (nbytes - 1).bit_length())
+
+
 class _Idle(NamedTuple):
     memory: torch.Tensor
     copied: Any
@@ -129,24 +138,20 @@ class _Idle(NamedTuple):
 class PinnedPool:
     """Pinned slabs, each free again once the copy out of it is done. Used by the reader's thread only."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._limit, self._allocate = limit, allocate
         self._idle: list[_Idle] = []
         self.hits = self.misses = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
         """At least `nbytes` of pinned memory that no copy reads any more."""
-        size = (
-            1 << max(20, (nbytes - 1).bit_length())
-            if nbytes < 64 << 20
-            else -(-nbytes // (64 << 20)) * (64 << 20)
-        )
+        size = _slab_size(nbytes)
         for i, idle in enumerate(self._idle):
             if idle.memory.numel() == size and (idle.copied is None or idle.copied.query()):
                 self.hits += 1
                 return self._idle.pop(i).memory
         self.misses += 1
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return self._allocate(size)
 
     def give(self, memory: torch.Tensor, copied: Any) -> None:
         """Take a slab back; it is used again when the event `copied` has completed. At most the limit is kept."""
@@ -164,15 +169,21 @@ class PinnedPool:
         self._idle.clear()
 
 
+def _pinned(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
 class CudaStaging:
     """Pinned slabs, one copy per micro-batch on a stream of our own, ordered before the consumer by an event."""
 
     widens_late = True
 
     def __init__(self, device: torch.device, *, budget_bytes: int) -> None:
-        self._device = device
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = PinnedPool(budget_bytes)
+        # Threads have a current device each: without an index the reader's would be the first one.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._pool = PinnedPool(budget_bytes, _pinned)
 
     @property
     def hits(self) -> int:
@@ -186,7 +197,8 @@ class CudaStaging:
 
     def take(self, full: Sequence[Layout]) -> Slab:
         """A pinned slab."""
-        return cut(self._pool.take(slab_bytes(full)), full)
+        with torch.cuda.device(self._device):
+            return cut(self._pool.take(slab_bytes(full)), full)
 
     def send(self, slab: Slab | None, arrays: Sequence[Array], names: Sequence[str]) -> Callable[[], Tensors]:
         """Copy the slab's bytes; the consumer's stream waits for the event after them."""
