@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import subprocess
 import sys
@@ -499,7 +500,7 @@ def test_the_rest_works_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import prime_io\n"
-        "assert 'PayloadLoader' in prime_io.__all__\n"
+        "from prime_io import *\n"
         "try: prime_io.PayloadLoader\n"
         "except ImportError as error: print(error)\n"
         "try: prime_io.no_such_name\n"
@@ -519,3 +520,33 @@ def test_the_exchange_is_not_shared_with_another_run(run: Run, tmp_path: Path) -
         ) as loader,
     ):
         assert next(iter(loader)).masked == ("t1.0",)
+
+
+def test_a_program_that_forgets_to_close_ends(run: Run) -> None:
+    """The background thread does not keep a finished program alive, nor does an error in it."""
+    run.batch(1, [60] * 9)
+    code = (
+        "import sys; sys.path[:0] = sys.argv[2:]\n"
+        "from pathlib import Path\n"
+        "from prime_io import Exchange, Lineage, PayloadLoader, PayloadStore\n"
+        "root = Path(sys.argv[1])\n"
+        "loader = PayloadLoader(PayloadStore(root / 'payloads', create=False), Exchange(Lineage.load(root)), {},\n"
+        "                       seq_len=64, start=1, lookahead=2)\n"
+        "print(next(iter(next(iter(loader)))).length)\n"
+        "raise SystemExit(7)\n"
+    )
+    command = [sys.executable, "-c", code, str(run.root), *sys.path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (7, "60\n"), done.stderr
+
+
+def test_what_the_probe_cannot_tell_is_an_error(run: Run) -> None:
+    """A link in a file's place is nothing that a worker wrote: an error that names the trace, not a lost sample."""
+    run.batch(1, [20])
+    file = file_of(run, run.exchange.read_batch(1), "t1.0")
+    file.rename(file.with_suffix(".moved"))
+    file.symlink_to(file.with_suffix(".moved").name)
+    with loader_of(run) as loader:
+        with pytest.raises(OSError, match=rf"step 1, rank 0: trace t1\.0, field '{EXPERTS}'") as caught:
+            next(iter(loader))
+        assert caught.value.errno == errno.ELOOP

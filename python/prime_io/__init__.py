@@ -48,10 +48,14 @@ from .types import (
 from .writer import PayloadWriter
 
 if TYPE_CHECKING:
-    from .dataset import PayloadDataset
-    from .loader import LoaderStats, PayloadLoader, Step
-    from .microbatch import MicroBatch, PackedSample, Rows
-    from .ranks import Ranks
+    from .dataset import PayloadDataset as PayloadDataset
+    from .loader import LoaderStats as LoaderStats
+    from .loader import PayloadLoader as PayloadLoader
+    from .loader import Step as Step
+    from .microbatch import MicroBatch as MicroBatch
+    from .microbatch import PackedSample as PackedSample
+    from .microbatch import Rows as Rows
+    from .ranks import Ranks as Ranks
 
 _WITH_TORCH = {
     "LoaderStats": "loader",
@@ -63,7 +67,7 @@ _WITH_TORCH = {
     "Rows": "microbatch",
     "Step": "loader",
 }
-"""The trainer's side needs PyTorch, which nothing else here does: imported when it is asked for."""
+"""The trainer's side needs PyTorch, which nothing else here does: imported when it is asked for, not by `*`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -94,13 +98,8 @@ __all__ = [
     "Ledger",
     "Lineage",
     "LineageLeftError",
-    "LoaderStats",
-    "MicroBatch",
     "OpenGroup",
     "Orchestrator",
-    "PackedSample",
-    "PayloadDataset",
-    "PayloadLoader",
     "PayloadSegment",
     "PayloadStore",
     "PayloadWriter",
@@ -111,15 +110,12 @@ __all__ = [
     "Progress",
     "QueuedTrace",
     "Ragged",
-    "Ranks",
     "RestoreReport",
     "Rollout",
-    "Rows",
     "Sample",
     "SaveReport",
     "ScoredGroup",
     "Snapshot",
-    "Step",
     "StoredEpisode",
     "StoredSample",
     "StoredTrace",

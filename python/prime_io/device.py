@@ -16,7 +16,7 @@ import torch
 
 from .packing import Layout
 from .segment import row_bytes
-from .tensors import Array, as_torch, from_buffer
+from .tensors import Array, as_torch, from_buffer, numpy_dtype
 
 _ALIGN = 256
 """Where arrays begin in a slab: what a CUDA allocation promises."""
@@ -100,7 +100,9 @@ def cut(memory: torch.Tensor, full: Sequence[Layout]) -> Slab:
     for dtype, shape in full:
         nbytes = row_bytes(dtype, shape)
         arrays.append(
-            from_buffer(flat[at : at + nbytes].data, dtype, shape) if nbytes else np.empty(shape, np.uint8)
+            from_buffer(flat[at : at + nbytes].data, dtype, shape)
+            if nbytes
+            else np.empty(shape, numpy_dtype(dtype))
         )
         offsets.append(at)
         at += -(-nbytes // _ALIGN) * _ALIGN

@@ -86,8 +86,9 @@ def fetch(plan: StepPlan, index: int, *, store: PayloadStore, staging: Staging, 
     _scalar_advantages(plan, packed, gathered["advantages.rows"][1])
     parts = gathered | parts
     if slab:
-        for place, (_, array) in zip(slab.arrays, parts.values(), strict=True):
-            if place is not array and array.size:
+        in_place = {f"{name}.rows" for name in requests}
+        for place, (key, (_, array)) in zip(slab.arrays, parts.items(), strict=True):
+            if key not in in_place and array.size:
                 place.view(np.uint8)[...] = array.view(np.uint8)
     receive = staging.send(
         slab, [array for _, array in parts.values()], [dtype for dtype, _ in parts.values()]

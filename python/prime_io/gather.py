@@ -27,7 +27,7 @@ Valid = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gather:
-    """One request of `PayloadStore.gather_many`; the fields are the parameters of `PayloadStore.gather`."""
+    """One request of `PayloadStore.gather_many`: the parameters of `PayloadStore.gather`, and `shape`."""
 
     segments: Iterable[PayloadSegment]
     field: str

@@ -63,7 +63,10 @@ class StepPlan:
         return packed.length * rank // size, packed.length * (rank + 1) // size
 
     def probe(self, store: PayloadStore) -> list[Lost]:
-        """Look for everything that this rank will read; one entry per sample and field that is not whole."""
+        """Look for everything that this rank will read; one entry per sample and field that is not whole.
+
+        OSError naming trace, field and file where that cannot be told (EACCES, EIO, ELOOP, ESTALE).
+        """
         asked: list[tuple[int, str, PayloadSegment]] = []
         for packed in self.packed:
             lo, hi = self.window(packed)
@@ -72,7 +75,12 @@ class StepPlan:
                     asked += [(slot.sample, name, s) for s in own]
         segments = [s for _, _, s in asked]
         probe = store.probe(segments)
-        probe.raise_errors(segments)
+        try:
+            probe.raise_errors(segments)
+        except OSError as error:
+            sample, name = next((i, name) for i, name, s in asked if s.file == error.filename)
+            where = f"trace {self.items[sample].trace_id}, field {name!r}"
+            raise OSError(error.errno, f"{where}: {error.strerror}", error.filename) from error
         lost: dict[tuple[int, str], Lost] = {}
         for i in np.flatnonzero(~probe.present).tolist():
             sample, name, s = asked[i]
