@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -159,3 +160,21 @@ def lose_step(root: Path, say: Say, options: dict[str, Any]) -> None:
         for _ in step:
             pass
         loader.done(1)
+
+
+def interrupted(root: Path, say: Say, options: dict[str, Any]) -> None:
+    """Rank 0 waits for one that hangs, and is told to stop."""
+    import torch.distributed as dist
+
+    with loader_on(root, options) as loader:
+        step = iter(next(iter(loader)))
+        next(step)
+        if dist.get_rank() == 1:
+            time.sleep(options["gloo_s"])
+            return
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            next(step)
+        except KeyboardInterrupt:
+            say("interrupted")

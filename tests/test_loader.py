@@ -206,7 +206,7 @@ def test_reading_ahead_crosses_steps(run: Run) -> None:
         step = next(steps)
         for mb in step:
             check(mb, made)
-            upcoming = loader._upcoming
+            upcoming = loader._batches._upcoming
             assert upcoming is not None and upcoming.batch.step == 2
             upcoming.looked.wait()
         loader.done(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -69,11 +69,8 @@ class Findings(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-def first_failure(failures: Iterable[tuple[int, Failure]], where: str) -> Exception | None:
+def first_failure(failures: Sequence[tuple[int, Failure]], where: str) -> Exception:
     """The exception that all ranks raise when some of them, (rank, failure), failed."""
-    every = list(failures)
-    if not every:
-        return None
-    rank, failure = every[0]
-    more = f" and {len(every) - 1} more" if len(every) > 1 else ""
+    rank, failure = failures[0]
+    more = f" and {len(failures) - 1} more" if len(failures) > 1 else ""
     return failure.exception(f"{where}, rank {rank}{more}")

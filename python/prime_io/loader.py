@@ -12,24 +12,21 @@ they tell each other at the beginning of a step and at each micro-batch, on the 
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 import torch
 
-from . import _native
+from .batches import Batches, Settings
 from .device import staging
 from .exchange import Exchange
-from .failure import Failure, Findings, Lost, first_failure
+from .failure import Failure
 from .fetch import Fetched, FetchError, fetch
 from .microbatch import MicroBatch
-from .packing import CORE
-from .ranks import Ranks, Said
+from .ranks import Ranks
 from .readahead import Job, ReadAhead
 from .segment import FieldSpec
 from .stepplan import StepPlan
@@ -37,14 +34,6 @@ from .store import PayloadStore
 from .types import TrainBatch
 
 __all__ = ["LoaderStats", "PayloadLoader", "Step"]
-
-log = logging.getLogger("prime_io")
-
-_POLL_S: Final = 0.01
-"""How often rank 0 looks for a batch, seconds."""
-_BEAT_S: Final = 0.25
-"""How often ranks that wait for a batch hear of each other, seconds."""
-_BATCH, _END, _FAILURE = b"B", b"E", b"F"
 
 
 class LoaderStats(msgspec.Struct, frozen=True):
@@ -99,19 +88,6 @@ class Step:
             yield self._take(self)
 
 
-class _Upcoming:
-    """The next batch: announced to all ranks, being looked at here, agreed."""
-
-    def __init__(self, batch: TrainBatch) -> None:
-        self.batch = batch
-        self.looked = threading.Event()
-        self.plan: StepPlan | None = None
-        self.findings = Findings()
-        self.indices: list[int] = []
-        self.agreed = False
-        self.error: Exception | None = None
-
-
 class PayloadLoader:
     """Iterates the steps of this lineage from `start` on, until the orchestrator says stop.
 
@@ -155,28 +131,34 @@ class PayloadLoader:
         reader: str = "trainer",
         ranks: Ranks | None = None,
     ) -> None:
-        columns = dict(columns or {})
-        _check(fields, columns, seq_len, multiple, lookahead, budget_bytes, on_missing)
+        if lookahead < 1 or budget_bytes < 1:
+            raise ValueError(f"lookahead ({lookahead}) and budget_bytes ({budget_bytes}) must be positive")
+        settings = Settings(
+            fields=dict(fields),
+            columns=dict(columns or {}),
+            seq_len=seq_len,
+            multiple=multiple,
+            start=start,
+            verify=verify,
+            on_missing=on_missing,
+            reader=reader,
+        )
         self._store, self._exchange = store, exchange
-        self._fields, self._columns = dict(fields), columns
-        self._seq_len, self._multiple = seq_len, multiple
-        self._verify, self._on_missing, self._reader_name = verify, on_missing, reader
+        self._verify, self._reader = verify, reader
         self._owns_ranks = ranks is None
         self._ranks = Ranks() if ranks is None else ranks
-        self._next = start
-        self._open: Step | None = None
-        self._upcoming: _Upcoming | None = None
-        self._ended = False
-        self._share = (0, 1)
-        self._planned = 0  # micro-batches of all steps so far
-        self._failed: Exception | None = None
-        self._steps = self._micro_batches = self._samples = self._masked = self._nbytes = 0
-        self._agreed_s = 0.0
-        self._staging = staging(torch.device(device), budget_bytes=budget_bytes)
-        self._reads: ReadAhead[Fetched] = ReadAhead(budget_bytes=budget_bytes, lookahead=lookahead)
         if multiple % self._ranks.cp_size:
             raise ValueError(f"multiple is {multiple}: cp size {self._ranks.cp_size} must divide it")
-        self._check_alike()
+        self._staging = staging(torch.device(device), budget_bytes=budget_bytes)
+        self._reads: ReadAhead[Fetched] = ReadAhead(budget_bytes=budget_bytes, lookahead=lookahead)
+        self._batches = Batches(
+            store, exchange, self._ranks, settings, soon=self._reads.soon, begin=self._begin
+        )
+        self._open: Step | None = None
+        self._share = (0, 1)
+        self._planned = 0  # micro-batches of all steps so far
+        self._steps = self._micro_batches = self._samples = self._masked = self._nbytes = 0
+        self._agreed_s = 0.0
 
     def __enter__(self) -> PayloadLoader:
         return self
@@ -238,45 +220,28 @@ class PayloadLoader:
         if step is None or step.number != number:
             raise ValueError(f"step {number} is not open: {step.number if step else 'none'} is")
         if step.taken < step.count:
-            raise ValueError(
-                f"step {number}: {step.count - step.taken} micro-batches are left; iterate them all"
-            )
-        self._tell(at="done")
+            left = step.count - step.taken
+            raise ValueError(f"step {number}: {left} micro-batches are left; iterate them all")
+        self._batches.meet(number, "done")
         failure = None
         if self._ranks.rank == 0:
             try:
-                self._exchange.acknowledge(number, self._reader_name)
+                self._exchange.acknowledge(number, self._reader)
             except OSError as error:
                 failure = Failure.of(error, "acknowledge")
-        self._tell(at="acknowledged", failure=failure)
+        self._batches.meet(number, "acknowledged", failure=failure)
         self._open = None
-
-    # -- steps
 
     def _next_step(self) -> Step | None:
         self._check_usable()
         if self._open is not None:
             raise RuntimeError(f"step {self._open.number} is not done: call done({self._open.number}) first")
         began = time.perf_counter()
-        while self._upcoming is None and not self._ended:
-            if self._ranks.rank == 0:
-                self._tell(at="waiting for the batch", announce=True, wait_s=_BEAT_S)
-            else:
-                self._tell(at="waiting for the batch")
-        upcoming = self._upcoming
-        if upcoming is None:
-            return None
-        while not upcoming.agreed:
-            upcoming.looked.wait()
-            self._tell(at="looked")
+        plan = self._batches.next()
         self._agreed_s += time.perf_counter() - began
-        if upcoming.error is not None:
-            self._failed = upcoming.error
-            raise upcoming.error
-        plan = upcoming.plan
-        assert plan is not None, "it is agreed and no error"
-        self._upcoming, self._next = None, self._next + 1
-        self._open = Step(plan, len(upcoming.indices), self._take)
+        if plan is None:
+            return None
+        self._open = Step(plan, len(self._mine(plan, self._planned - len(plan.packed))), self._take)
         self._steps += 1
         self._samples += len(plan.items)
         self._masked += len(plan.masked)
@@ -295,143 +260,22 @@ class PayloadLoader:
         except Exception as error:
             failure = Failure.of(error)
         began = time.perf_counter()
-        self._tell(at=f"micro-batch {step.taken}", failure=failure, announce=True)
+        self._batches.meet(step.number, f"micro-batch {step.taken}", failure=failure, look=True)
         self._agreed_s += time.perf_counter() - began
         step.taken += 1
         self._micro_batches += 1
         self._nbytes += fetched.nbytes
         return fetched.receive()
 
-    def _check_usable(self) -> None:
-        self._reads.check()
-        if self._failed is not None:
-            raise RuntimeError(f"the loader cannot go on after: {self._failed}")
+    def _begin(self, plan: StepPlan) -> None:
+        """Read a step's micro-batches after all that is being read."""
+        self._reads.add([self._job(plan, i) for i in self._mine(plan, self._planned)])
+        self._planned += len(plan.packed)
 
-    # -- agreeing
-
-    def _tell(
-        self, *, at: str, failure: Failure | None = None, announce: bool = False, wait_s: float = 0.0
-    ) -> None:
-        """Meet the other ranks: raise what failed on any, learn of the next batch, agree on it once all looked."""
-        message = b""
-        if (
-            announce
-            and failure is None
-            and self._ranks.rank == 0
-            and self._upcoming is None
-            and not self._ended
-        ):
-            try:
-                message = self._look_for_batch(wait_s)
-            except (OSError, ValueError) as error:
-                failure = Failure.of(error, "read the batch")
-        if failure is not None:
-            message = _FAILURE + msgspec.msgpack.encode(failure)
-        number = self._next if self._open is None else self._open.number
-        ready = self._upcoming is not None and not self._upcoming.agreed and self._upcoming.looked.is_set()
-        try:
-            said = self._ranks.tell(message, step=number, at=at, ready=ready)
-            self._raise(said, f"step {number}, {at}")
-            if said[0].message[:1] == _END:
-                self._ended = True
-            elif said[0].message[:1] == _BATCH:
-                self._announced(msgspec.msgpack.decode(said[0].message[1:], type=TrainBatch))
-            elif all(s.ready for s in said):
-                self._agree(number)
-        except Exception as error:
-            self._failed = error
-            raise
-
-    def _look_for_batch(self, wait_s: float) -> bytes:
-        end = time.monotonic() + wait_s
-        while True:
-            batch, is_last = self._exchange.look_for(self._next)
-            if batch is not None:
-                return _BATCH + msgspec.msgpack.encode(batch)
-            if is_last:
-                return _END
-            if time.monotonic() >= end:
-                return b""
-            time.sleep(_POLL_S)
-
-    def _raise(self, said: list[Said], where: str) -> None:
-        failures = [
-            (rank, msgspec.msgpack.decode(s.message[1:], type=Failure))
-            for rank, s in enumerate(said)
-            if s.message[:1] == _FAILURE
-        ]
-        error = first_failure(failures, where)
-        if error is not None:
-            raise error
-
-    def _announced(self, batch: TrainBatch) -> None:
-        """Look at a batch in the background: plan it, probe what this rank will read."""
-        upcoming = self._upcoming = _Upcoming(batch)
-        ranks = self._ranks
-
-        def look() -> None:
-            try:
-                if batch.lineage != self._exchange.lineage.id:
-                    raise ValueError(f"batch {batch.step} is of lineage {batch.lineage}, not this one")
-                upcoming.plan = StepPlan(
-                    batch,
-                    fields=self._fields,
-                    columns=self._columns,
-                    seq_len=self._seq_len,
-                    multiple=self._multiple,
-                    dp=(ranks.dp_rank, ranks.dp_size),
-                    cp=(ranks.cp_rank, ranks.cp_size),
-                )
-                upcoming.findings = Findings(upcoming.plan.probe(self._store))
-            except Exception as error:
-                upcoming.findings = Findings([], Failure.of(error))
-            finally:
-                upcoming.looked.set()
-
-        self._reads.soon(look)
-
-    def _agree(self, number: int) -> None:
-        """All ranks have looked: leave out alike what any of them found lost, and begin to read."""
-        upcoming = self._upcoming
-        assert upcoming is not None, "all ranks have the same next batch"
-        mine = msgspec.msgpack.encode(upcoming.findings)
-        said = self._ranks.tell(mine, step=number, at="findings")
-        every = [msgspec.msgpack.decode(s.message, type=Findings) for s in said]
-        where = f"step {upcoming.batch.step}"
-        error = first_failure([(r, f.failure) for r, f in enumerate(every) if f.failure], where)
-        plan = upcoming.plan
-        if error is None and plan is not None:
-            lost = {(one.sample, one.field): one for findings in every for one in findings.lost}
-            error = self._leave_out(plan, [lost[key] for key in sorted(lost)])
-        upcoming.error = error
-        upcoming.agreed = True
-        if error is None and plan is not None:
-            first, every_nth = self._share
-            upcoming.indices = [
-                i for i in range(len(plan.packed)) if (self._planned + i) % every_nth == first
-            ]
-            self._planned += len(plan.packed)
-            self._reads.add(self._job(plan, i) for i in upcoming.indices)
-
-    def _leave_out(self, plan: StepPlan, lost: list[Lost]) -> Exception | None:
-        texts = [f"trace {plan.items[one.sample].trace_id}, field {one.field!r}: {one.why()}" for one in lost]
-        required = [i for i, one in enumerate(lost) if plan.specs[one.field].required]
-        if required and self._on_missing == "raise":
-            return lost[required[0]].exception(f"step {plan.batch.step}, {texts[required[0]]}")
-        try:
-            plan.agree(lost)
-        except ValueError as error:
-            return error
-        if lost:
-            log.warning(
-                "step %d: %d of %d samples masked, %d optional fields left out: %s",
-                plan.batch.step,
-                len(plan.masked),
-                len(plan.items),
-                len(lost) - len(required),
-                "; ".join(f"{text} ({one.file})" for text, one in zip(texts, lost, strict=True)),
-            )
-        return None
+    def _mine(self, plan: StepPlan, before: int) -> list[int]:
+        """Which sequences of a step this process reads; `before` is the number of those of earlier steps."""
+        first, every_nth = self._share
+        return [i for i in range(len(plan.packed)) if (before + i) % every_nth == first]
 
     def _job(self, plan: StepPlan, index: int) -> Job[Fetched]:
         return Job(
@@ -439,46 +283,6 @@ class PayloadLoader:
             lambda: fetch(plan, index, store=self._store, staging=self._staging, verify=self._verify),
         )
 
-    def _check_alike(self) -> None:
-        """ValueError on all ranks unless they were made alike."""
-        settings: list[Any] = [self._fields, self._columns, self._seq_len, self._multiple, self._next]
-        settings += [
-            self._verify,
-            self._on_missing,
-            self._reader_name,
-            self._exchange.lineage.id,
-            self._store.uuid,
-        ]
-        mine = _native.xxh3(msgspec.json.encode(settings)).encode()
-        said = self._ranks.tell(mine, step=self._next, at="settings")
-        if others := [rank for rank, s in enumerate(said) if s.message != mine]:
-            raise ValueError(
-                f"rank {self._ranks.rank} and ranks {others} were given other arguments, another store, or another "
-                "lineage: all ranks must be made alike, after the same prepare_resume"
-            )
-
-
-def _check(
-    fields: Mapping[str, FieldSpec],
-    columns: Mapping[str, FieldSpec],
-    seq_len: int,
-    multiple: int,
-    lookahead: int,
-    budget_bytes: int,
-    on_missing: str,
-) -> None:
-    if on_missing not in ("mask", "raise"):
-        raise ValueError(f'on_missing is {on_missing!r}; use "mask" or "raise"')
-    if lookahead < 1 or budget_bytes < 1:
-        raise ValueError(f"lookahead ({lookahead}) and budget_bytes ({budget_bytes}) must be positive")
-    if multiple < 1 or seq_len < 1 or seq_len % multiple:
-        raise ValueError(f"seq_len {seq_len} must be a positive multiple of multiple {multiple}")
-    if both := fields.keys() & CORE.keys():
-        raise ValueError(f"{sorted(both)} are columns, which are always read: give their specs as columns")
-    for name, spec in columns.items():
-        if spec.align != "token" or spec.ragged:
-            raise ValueError(
-                f"column {name!r} is one row per token: only shift, fill and dtype can be chosen"
-            )
-    if "mask" in columns and columns["mask"].fill != 0:
-        raise ValueError("padding and lost samples are never trained: the fill of mask is 0")
+    def _check_usable(self) -> None:
+        self._reads.check()
+        self._batches.check()
