@@ -1,13 +1,16 @@
 //! Probe: which files are there. A missing file is an answer; what could not be found out is an
 //! error, and never reported as missing.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
+use twox_hash::XxHash3_64;
 
 use crate::fs::{FileKind, Fs, Io, check_path, split_path, whole};
-use crate::store::{Store, open_parents};
+use crate::store::{Group, Store, group};
 use crate::threads::{self, IO_THREADS};
 
 /// How a probe looks.
@@ -33,11 +36,17 @@ pub struct Answer {
     pub errno: i32,
 }
 
-/// From this many names of one directory on, it is read instead.
+/// From this many names of one directory on, it may be read instead.
 const MANY: usize = 64;
 
-/// A scan that has met this many entries per name asked for (and some) is given up.
-const SPARSE: usize = 16;
+/// A scan that has met this many entries per name asked for (and some) is given up: an entry takes a
+/// fifth of a stat from a warm cache, and a hundredth of one from a server.
+const SPARSE: usize = 4;
+const SPARSE_SLOW: usize = 64;
+const SOME: usize = 1024;
+
+/// A stat that takes longer than this did not come from a cache.
+const SLOW: Duration = Duration::from_micros(50);
 
 impl Answer {
     fn error(errno: Errno) -> Self {
@@ -49,66 +58,54 @@ impl Answer {
     }
 }
 
+/// What is known of a group: the open directory, or why it has none; for each name whether its listing
+/// shows a regular file (empty: it was not listed).
+type Opened<F> = Io<(<F as Fs>::Dir, Vec<bool>)>;
+
 impl<F: Fs> Store<F> {
     /// Looks for each file. With `needs`, one number per file, a shorter file counts as gone.
     pub fn probe(
         &self,
-        files: &[String],
+        files: &[&str],
         needs: Option<&[u64]>,
         sizes: bool,
         method: Method,
     ) -> Vec<Answer> {
         let sizes = sizes || needs.is_some();
-        let parents = open_parents(
-            &self.fs,
-            &self.dir,
-            files.iter().map(String::as_str),
-            check_path,
-        );
         let mut answers = vec![Answer::error(Errno::INVAL); files.len()];
-        let mut by_parent: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
-        for (index, file) in files.iter().enumerate() {
-            if check_path(file).is_ok() {
-                by_parent.entry(split_path(file).0).or_default().push(index);
+        let groups = group(files.iter().copied());
+        // Freshly opened: that makes an NFS client ask its server again.
+        let root = self.fs.open_dir(&self.dir, "");
+        let opened = threads::map_long(&groups, IO_THREADS, |group, judge| match &root {
+            Ok(root) => {
+                // Where sizes are asked for, each name is described anyway: a listing would not save a stat.
+                let method = if sizes { Method::Stat } else { method };
+                self.open_group(root, group, files, method, judge)
             }
-        }
+            Err(errno) => Err(*errno),
+        });
         let mut unknown = Vec::new();
-        for (parent, indices) in by_parent {
-            let dir = match &parents[parent] {
-                Ok(dir) => dir,
-                Err(errno) => {
-                    for index in indices {
-                        answers[index] = Answer::error(*errno);
+        for (group, opened) in groups.iter().zip(&opened) {
+            match opened {
+                Ok((dir, listed)) => {
+                    for (at, &index) in group.indices.iter().enumerate() {
+                        if listed.get(at) == Some(&true) {
+                            answers[index] = Answer {
+                                present: true,
+                                size: -1,
+                                errno: 0,
+                            };
+                        } else {
+                            unknown.push((index, dir));
+                        }
                     }
-                    continue;
                 }
-            };
-            // Where sizes are asked for, each name is described anyway, and a scan saves nothing.
-            let scan = match method {
-                Method::Auto => !sizes && indices.len() >= MANY,
-                Method::Scan => true,
-                Method::Stat => false,
-            };
-            let limit = if method == Method::Scan {
-                usize::MAX
-            } else {
-                indices.len() * SPARSE + 1024
-            };
-            let listed = if scan {
-                self.listed(dir, files, &indices, limit)
-            } else {
-                HashMap::new()
-            };
-            for index in indices {
-                match listed.get(split_path(&files[index]).1) {
-                    Some(FileKind::File) if !sizes => {
-                        answers[index] = Answer {
-                            present: true,
-                            size: -1,
-                            errno: 0,
-                        };
+                Err(errno) => {
+                    for &index in &group.indices {
+                        if check_path(files[index]).is_ok() {
+                            answers[index] = Answer::error(*errno);
+                        }
                     }
-                    _ => unknown.push((index, dir)),
                 }
             }
         }
@@ -117,7 +114,7 @@ impl<F: Fs> Store<F> {
                 .and_then(|needs| needs.get(index))
                 .copied()
                 .unwrap_or(0);
-            self.stat_one(dir, &files[index], need, sizes)
+            self.stat_one(dir, files[index], need, sizes)
         });
         for ((index, _), answer) in unknown.into_iter().zip(found) {
             answers[index] = answer;
@@ -125,39 +122,79 @@ impl<F: Fs> Store<F> {
         answers
     }
 
-    /// The asked-for names that a listing shows, and as what. A listing that fails says nothing: the
-    /// names are then asked for one by one, which also says why.
+    /// Opens the directory of a group, and lists it where that is the better way.
+    fn open_group(
+        &self,
+        root: &F::Dir,
+        group: &Group<'_>,
+        files: &[&str],
+        method: Method,
+        judge: &mut dyn FnMut(),
+    ) -> Opened<F> {
+        // No name in a place that is not allowed is ever looked for.
+        if !group.parent.is_empty() && check_path(group.parent).is_err() {
+            return Err(Errno::INVAL);
+        }
+        let dir = self.fs.open_dir(root, group.parent)?;
+        let asked = group.indices.len();
+        let limit = match method {
+            Method::Scan => usize::MAX,
+            Method::Auto if asked >= MANY => {
+                let start = Instant::now();
+                let _ = self.fs.stat(&dir, split_path(files[group.indices[0]]).1);
+                let slow = start.elapsed() > SLOW;
+                asked * if slow { SPARSE_SLOW } else { SPARSE } + SOME
+            }
+            Method::Auto | Method::Stat => return Ok((dir, Vec::new())),
+        };
+        let listed = self.listed(&dir, group, files, limit, judge);
+        Ok((dir, listed))
+    }
+
+    /// Which names of a group are regular files by a listing of at most `limit` entries. Of the others it
+    /// says nothing, and if it fails of none: they are asked for one by one, which also says why.
     fn listed(
         &self,
         dir: &F::Dir,
-        files: &[String],
-        indices: &[usize],
+        group: &Group<'_>,
+        files: &[&str],
         limit: usize,
-    ) -> HashMap<String, FileKind> {
-        let asked: std::collections::HashSet<&str> = indices
-            .iter()
-            .map(|&index| split_path(&files[index]).1)
-            .collect();
-        let mut listed = HashMap::with_capacity(asked.len());
-        let mut seen = 0;
+        judge: &mut dyn FnMut(),
+    ) -> Vec<bool> {
+        let hash = Keyed(RandomState::new().hash_one(()));
+        let mut places = HashMap::with_capacity_and_hasher(group.indices.len(), hash);
+        // A name that is asked for twice has one place.
+        let place = |&index: &usize| {
+            let next = places.len();
+            *places.entry(split_path(files[index]).1).or_insert(next)
+        };
+        let place_of: Vec<usize> = group.indices.iter().map(place).collect();
+        let mut found = vec![false; places.len()];
+        let (mut seen, mut met) = (0, 0);
         let result = self.fs.list(dir, &mut |name, kind| {
             seen += 1;
-            if asked.contains(name) {
-                listed.insert(name.to_string(), kind);
+            if seen % 256 == 0 {
+                judge();
             }
-            if seen >= limit || listed.len() == asked.len() {
+            if let Some(&place) = places.get(name) {
+                met += 1;
+                found[place] = kind == FileKind::File && check_path(name).is_ok();
+            }
+            if seen >= limit || met == places.len() {
                 return ControlFlow::Break(());
             }
             ControlFlow::Continue(())
         });
         if result.is_err() {
-            HashMap::new()
-        } else {
-            listed
+            return Vec::new();
         }
+        place_of.into_iter().map(|place| found[place]).collect()
     }
 
     fn stat_one(&self, dir: &F::Dir, file: &str, need: u64, sizes: bool) -> Answer {
+        if check_path(file).is_err() {
+            return Answer::error(Errno::INVAL);
+        }
         let (parent, name) = split_path(file);
         let stat = match self.fs.stat(dir, name) {
             // The directory was replaced on the server since it was opened: once more from above.
@@ -192,6 +229,33 @@ impl<F: Fs> Store<F> {
     fn again(&self, parent: &str, name: &str) -> Io<crate::fs::Stat> {
         let root = self.fs.open_dir(&self.dir, "")?;
         self.fs.stat(&self.fs.open_dir(&root, parent)?, name)
+    }
+}
+
+/// XXH3 under a secret key: several times faster than the standard hash, and nobody can make names that
+/// collide.
+#[derive(Clone)]
+struct Keyed(u64);
+
+impl BuildHasher for Keyed {
+    type Hasher = Self;
+
+    fn build_hasher(&self) -> Self {
+        self.clone()
+    }
+}
+
+impl Hasher for Keyed {
+    fn write(&mut self, bytes: &[u8]) {
+        self.0 = XxHash3_64::oneshot_with_seed(self.0, bytes);
+    }
+
+    fn write_u8(&mut self, _: u8) {
+        // What a string ends with; there is nothing after it.
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
     }
 }
 
@@ -236,6 +300,7 @@ mod tests {
             ("v1/.tmp-1", Errno::INVAL),
         ];
         files.extend(odd.iter().map(|(file, _)| (*file).to_string()));
+        let files: Vec<&str> = files.iter().map(String::as_str).collect();
         let needs: Vec<u64> = (0..files.len() as u64).map(|i| i.min(150)).collect();
         for confinement in [Confinement::Openat2, Confinement::Checked] {
             let fs = RealFs::with(confinement);
@@ -305,6 +370,7 @@ mod tests {
             fs.create(&dir, &format!("f{i:04}"), 0o666).unwrap();
         }
         let files: Vec<String> = (3970..4040).map(|i| format!("v1/f{i:04}")).collect();
+        let files: Vec<&str> = files.iter().map(String::as_str).collect();
         let answers = store.probe(&files, None, false, Method::Auto);
         assert_eq!(answers.iter().filter(|answer| answer.present).count(), 30);
     }

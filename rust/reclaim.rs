@@ -3,9 +3,10 @@
 use rustix::io::Errno;
 
 use crate::error::Context;
-use crate::fs::{Fs, whole};
+use crate::fs::{Fs, split_path, whole};
 use crate::names::check_sweepable;
-use crate::store::Store;
+use crate::store::{Store, in_turn, open_parents};
+use crate::threads::{self, IO_THREADS};
 use crate::{Error, Result};
 
 impl<F: Fs> Store<F> {
@@ -13,7 +14,23 @@ impl<F: Fs> Store<F> {
     /// already gone. Only files of version directories, temporaries too. Owner only.
     pub fn reclaim(&self, files: &[String]) -> Result<Vec<Result<Option<u64>>>> {
         self.require_owner("reclaim")?;
-        let results = self.each("reclaim", files, check_sweepable, |dir, name, file| {
+        let names = || files.iter().map(String::as_str);
+        let parents = open_parents(&self.fs, &self.dir, names(), check_sweepable);
+        let place = |file| {
+            check_sweepable(file).map_err(|why| Error::invalid("reclaim", file, why))?;
+            let (parent, name) = split_path(file);
+            match &parents[parent] {
+                Ok(dir) => Ok(Some((dir, name))),
+                // The whole version directory is gone.
+                Err(Errno::NOENT) => Ok(None),
+                Err(errno) => Err(Error::os("reclaim", file, *errno)),
+            }
+        };
+        // Looking locks no directory, so that all threads may look before one at a time unlinks.
+        let found = threads::map(files, IO_THREADS, |file| {
+            let Some((dir, name)) = place(file)? else {
+                return Ok(None);
+            };
             let stat = match self.fs.stat(dir, name) {
                 Err(Errno::NOENT) => return Ok(None),
                 other => other.context("reclaim", file)?,
@@ -21,20 +38,18 @@ impl<F: Fs> Store<F> {
             if let Some(errno) = whole::wrong_kind(stat.kind) {
                 return Err(Error::os("reclaim", file, errno).with_hint("it is no payload file"));
             }
-            match self.fs.unlink(dir, name) {
-                Err(Errno::NOENT) => Ok(None),
-                other => {
-                    other.context("reclaim", file)?;
-                    Ok(Some(if stat.nlink == 1 { stat.size } else { 0 }))
-                }
-            }
+            let freed = if stat.nlink == 1 { stat.size } else { 0 };
+            Ok(Some((dir, name, freed)))
         });
-        let gone = |result: Result<Option<u64>>| match result {
-            // The whole version directory is gone.
-            Err(error) if error.errno() == Some(Errno::NOENT) => Ok(None),
-            other => other,
-        };
-        Ok(results.into_iter().map(gone).collect())
+        Ok(in_turn(names(), |index| match &found[index] {
+            Ok(Some((dir, name, freed))) => match self.fs.unlink(dir, name) {
+                Ok(()) => Ok(Some(*freed)),
+                Err(Errno::NOENT) => Ok(None),
+                Err(errno) => Err(Error::os("reclaim", &files[index], errno)),
+            },
+            Ok(None) => Ok(None),
+            Err(error) => Err(error.clone()),
+        }))
     }
 }
 

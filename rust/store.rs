@@ -1,7 +1,7 @@
 //! The store directory: who it is (`STORE`), who may delete in it (`LOCK`), and its open handle.
 
-use std::collections::{BTreeMap, HashSet};
-use std::sync::{Mutex, PoisonError};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -164,18 +164,27 @@ impl<F: Fs> Store<F> {
     }
 
     /// Syncs a file of the store unless that has failed before.
-    pub(crate) fn sync_once(&self, open: &F::File, file: &str) -> Result<()> {
-        let lost = || self.lost.lock().unwrap_or_else(PoisonError::into_inner);
-        if lost().contains(file) {
-            let error = Error::os("fsync", file, Errno::IO);
-            return Err(error.with_hint("an earlier fsync failed, its bytes count as lost"));
-        }
+    fn sync_once(&self, open: &F::File, file: &str) -> Result<()> {
+        self.refuse_lost(file)?;
         self.fs
             .sync_file(open)
             .context("fsync", file)
             .inspect_err(|_| {
-                lost().insert(file.to_string());
+                self.lost().insert(file.to_string());
             })
+    }
+
+    /// An error if a sync of the file has failed.
+    pub(crate) fn refuse_lost(&self, file: &str) -> Result<()> {
+        if !self.lost().contains(file) {
+            return Ok(());
+        }
+        let error = Error::os("fsync", file, Errno::IO);
+        Err(error.with_hint("an earlier fsync failed, its bytes count as lost"))
+    }
+
+    fn lost(&self) -> MutexGuard<'_, HashSet<String>> {
+        self.lost.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Calls `act` with (directory, name, file) for every file on bounded threads; each parent is
@@ -197,6 +206,55 @@ impl<F: Fs> Store<F> {
             }
         })
     }
+}
+
+/// Files of one directory.
+pub(crate) struct Group<'a> {
+    /// The directory.
+    pub(crate) parent: &'a str,
+    /// The places of the files in the list that was grouped.
+    pub(crate) indices: Vec<usize>,
+}
+
+/// Files by their directories, in order of appearance.
+pub(crate) fn group<'a>(files: impl IntoIterator<Item = &'a str>) -> Vec<Group<'a>> {
+    let mut places: HashMap<&str, usize> = HashMap::new();
+    let mut groups: Vec<Group<'a>> = Vec::new();
+    let mut last = 0;
+    for (index, file) in files.into_iter().enumerate() {
+        let parent = split_path(file).0;
+        if groups.get(last).is_none_or(|group| group.parent != parent) {
+            last = *places.entry(parent).or_insert(groups.len());
+            if last == groups.len() {
+                groups.push(Group {
+                    parent,
+                    indices: Vec::new(),
+                });
+            }
+        }
+        groups[last].indices.push(index);
+    }
+    groups
+}
+
+/// Calls `act` for the index of every file; one thread at a time for those of one directory, which the
+/// kernel locks for whoever changes it.
+pub(crate) fn in_turn<'a, R: Send>(
+    files: impl IntoIterator<Item = &'a str>,
+    act: impl Fn(usize) -> R + Sync,
+) -> Vec<R> {
+    let groups = group(files);
+    let done = threads::map_long(&groups, IO_THREADS, |group, judge| {
+        let one = |&index: &usize| {
+            let result = act(index);
+            judge();
+            (index, result)
+        };
+        group.indices.iter().map(one).collect::<Vec<_>>()
+    });
+    let mut done: Vec<_> = done.into_iter().flatten().collect();
+    done.sort_unstable_by_key(|(index, _)| *index);
+    done.into_iter().map(|(_, result)| result).collect()
 }
 
 /// Which names are allowed; why not.

@@ -127,23 +127,26 @@ impl<F: Fs> Store<F> {
         Ok(all)
     }
 
-    /// Removes version directory `v<version>` with all in it; the number of files. Owner only.
-    ///
-    /// It is moved out of the way first, so that a writer inside notices and nobody sees half of it.
-    pub fn retire(&self, version: u64) -> Result<u64> {
+    /// Takes version directory `v<version>` out of the store by one rename, so that a writer inside notices
+    /// and nobody sees half of it; whether it was there. [`Store::empty_trash`] frees the space. Owner only.
+    pub fn retire(&self, version: u64) -> Result<bool> {
         self.require_owner("retire")?;
         let name = format!("v{version}");
         let trash = Maker::current().trash(&name);
         match self.fs.rename(&self.dir, &name, &self.dir, &trash) {
-            Ok(()) | Err(Errno::NOENT) => {}
-            Err(errno) => return Err(Error::os("retire", name, errno)),
+            Ok(()) => Ok(true),
+            Err(Errno::NOENT) => Ok(false),
+            Err(errno) => Err(Error::os("retire", name, errno)),
         }
+    }
+
+    /// Removes what was retired, by this owner or one before it; the number of files. Owner only.
+    pub fn empty_trash(&self) -> Result<u64> {
+        self.require_owner("empty trash")?;
         let mut removed = 0;
-        // Only the owner makes trash here, so what an earlier one left behind is no longer its own.
-        for (leftover, _) in self.entries().context("retire", self.root())? {
-            if leftover.starts_with(TRASH) {
-                let count = remove_tree(&self.fs, &self.dir, &leftover)?;
-                removed += if leftover == trash { count } else { 0 };
+        for (name, _) in self.entries().context("empty trash", self.root())? {
+            if name.starts_with(TRASH) {
+                removed += remove_tree(&self.fs, &self.dir, &name)?;
             }
         }
         Ok(removed)
@@ -242,9 +245,11 @@ mod tests {
         std::fs::write(outside.join("f"), "1").unwrap();
         std::os::unix::fs::symlink(&outside, path.join("v1/link")).unwrap();
         std::fs::create_dir_all(path.join(".trash-v0-a/b")).unwrap();
-        assert_eq!(store.retire(1).unwrap(), 3);
-        assert_eq!(store.retire(1).unwrap(), 0);
+        assert!(store.retire(1).unwrap());
         assert_eq!(store.versions().unwrap(), [2]);
+        assert!(!store.retire(1).unwrap());
+        assert_eq!(store.empty_trash().unwrap(), 3);
+        assert_eq!(store.empty_trash().unwrap(), 0);
         assert!(outside.join("f").exists());
         assert!(!path.join(".trash-v0-a").exists());
     }

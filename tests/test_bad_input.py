@@ -277,7 +277,7 @@ def test_the_stores_own_files_are_no_payloads(store):
     for door in (store, store.native):
         assert all(isinstance(r, ValueError) for r in door.reclaim(own))
         assert all(isinstance(r, ValueError) for r in door.link_back(store.root, pins))
-    assert all(isinstance(r, ValueError) for r in commit.pin(store.native, [(name, True) for name in own]))
+    assert all(isinstance(r, ValueError) for r in commit.pin(store.native, own))
     commit.abort()
     assert (Path(store.root) / "STORE").exists() and (Path(store.root) / "LOCK").exists()
 

@@ -23,7 +23,7 @@ def test_a_component_is_visible_once_finished(store: Store, tmp_path: Path) -> N
     size = os.path.getsize(f"{store.root}/{segment.file}")
     checkpoints = tmp_path / "checkpoints"
     commit = Commit(str(checkpoints), 5, "orchestrator")
-    pinned, gone = commit.pin(store, [(segment.file, False), ("v1/gone", True)])
+    pinned, gone = commit.pin(store, [segment.file, "v1/gone"])
     assert pinned == (size, "link") and type(gone) is FileNotFoundError
     assert commit.write("state.msgpack", bytearray(b"abc")) == (3, xxh3(b"abc"))
     done = checkpoints / "step_5" / "orchestrator"
@@ -70,7 +70,7 @@ def test_pins_are_linked_back(store: Store, tmp_path: Path) -> None:
     segment = publish(store, x=array)["x"]
     size = os.path.getsize(f"{store.root}/{segment.file}")
     commit = Commit(str(tmp_path / "checkpoints"), 1, "orchestrator")
-    commit.pin(store, [(segment.file, False)])
+    commit.pin(store, [segment.file])
     commit.finish(b"{}")
     pins = str(tmp_path / "checkpoints/step_1/orchestrator/payloads")
     pin = (segment.file, size, [segment.checksum])

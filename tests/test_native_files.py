@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from native import publish
+from prime_io import PayloadSegment
 from prime_io._native import Root, Store, xxh3
 
 
@@ -22,8 +24,10 @@ def small(store: Store, version: int = 1) -> str:
     return publish(store, version, x=np.arange(5, dtype=np.uint8))["x"].file
 
 
-def probe(store: Store, files: list[str], **kw: object) -> tuple[list[int], list[int], list[int]]:
-    present, sizes, errors = store.probe(files, **kw)
+def probe(
+    store: Store, asked: list[str | PayloadSegment], **kw: object
+) -> tuple[list[int], list[int], list[int]]:
+    present, sizes, errors = store.probe(asked, **kw)
     assert isinstance(present, bytearray) and isinstance(sizes, bytearray)
     columns = (present, np.uint8), (sizes, np.int64), (errors, np.int32)
     return tuple(np.frombuffer(data, dtype).tolist() for data, dtype in columns)
@@ -45,7 +49,8 @@ def test_all_ways_to_probe_agree(store: Store) -> None:
         _, sizes, errors = probe(store, files, method=method, sizes=True)
         assert errors == expect and [sizes[0], sizes[3]] == [size, -1]
         needs = [size, size + 1, 0, *[0] * 9, size + 1]
-        present, sizes, errors = probe(store, files, method=method, needs=needs)
+        claims = [PayloadSegment("x", f, 0, 0, n, "uint8", ()) for f, n in zip(files, needs, strict=True)]
+        present, sizes, errors = probe(store, claims, method=method)
         assert [errors[i] for i in (0, 1, 2, 12)] == [0, errno.ENODATA, 0, errno.ENODATA]
         assert present[:3] == [1, 0, 1] and sizes[1] == size
         assert probe(store, files * 50, method=method)[2] == expect * 50
@@ -54,11 +59,31 @@ def test_all_ways_to_probe_agree(store: Store) -> None:
 
 def test_probe_refuses_nonsense(store: Store) -> None:
     # Promise: the caller's mistakes raise at once.
-    for kw in [{"method": "guess"}, {"needs": [1]}, {"needs": [-1, 0]}, {"needs": [0, 1 << 64]}]:
-        with pytest.raises(ValueError):
-            store.probe(["v1/a", "v1/b"], **kw)
-    with pytest.raises(TypeError):
-        store.probe("v1/a")
+    with pytest.raises(ValueError):
+        store.probe(["v1/a", "v1/b"], method="guess")
+    for wrong in ("v1/a", ["v1/a", 3], [None]):
+        with pytest.raises(TypeError):
+            store.probe(wrong)  # type: ignore[arg-type]
+
+
+def test_probe_of_segments_that_cannot_be(store: Store) -> None:
+    # Promise: what no file could hold is an answer, EINVAL, and its neighbours are answered.
+    file = small(store)
+    good = PayloadSegment("x", file, 0, 0, 1, "uint8", ())
+    impossible = [
+        replace(good, offset=-1),
+        replace(good, rows=-1),
+        replace(good, rows=2**62, shape=(4,)),
+        replace(good, offset=2**63),
+        replace(good, pos=2**63 - 1),
+        replace(good, dtype="uint7"),
+        replace(good, shape=(-1,)),
+        replace(good, shape=[1]),
+        replace(good, file=7),
+        replace(good, file="v1/\udcff"),
+    ]
+    present, _, errors = probe(store, [good, *impossible, replace(good, pos=-3)])
+    assert errors == [0, *[errno.EINVAL] * len(impossible), 0] and sum(present) == 2
 
 
 def test_only_the_owner_reclaims(store: Store) -> None:
@@ -87,7 +112,8 @@ def test_scan_and_retire(store: Store) -> None:
     mtimes = {file: mtime for file, _, mtime, _ in store.scan()}
     assert mtimes[one] == os.stat(f"{store.root}/{one}").st_mtime_ns
     assert store.versions() == [1, 12]
-    assert store.retire(12) == 1 and store.versions() == [1]
+    assert store.retire(12) and not store.retire(12) and store.versions() == [1]
+    assert (store.empty_trash(), store.empty_trash()) == (1, 0)
     with pytest.raises(ValueError, match="negative"):
         store.retire(-1)
 

@@ -227,7 +227,7 @@ def test_owner_uuid_and_run(tmp_path):
             assert not other.owner and other.uuid == uuid
             s = other.write({"x": np.zeros(2)}, version=0)["x"]
             assert store.read(s).shape == (2,)
-            for call in (lambda: other.sweep(roots=[]), lambda: other.retire(0)):
+            for call in (lambda: other.sweep(roots=[]), lambda: other.retire(0), other.empty_trash):
                 with pytest.raises(PermissionError):
                     call()
             with pytest.raises(PermissionError):
@@ -283,7 +283,8 @@ def test_durable_files_are_remembered(store):
     assert store.is_durable(b) and not store.is_durable("v0/gone")
     store.reclaim([b])
     assert not store.is_durable(b)
-    assert store.retire(0) >= 1 and not store.is_durable(a) and store.versions() == []
+    assert store.retire(0) and not store.is_durable(a) and store.versions() == []
+    assert store.empty_trash() >= 1 and sorted(os.listdir(store.root)) == ["LOCK", "STORE"]
 
 
 # --- sweep ---

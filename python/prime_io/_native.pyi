@@ -109,18 +109,16 @@ class Store:
         """
 
     def probe(
-        self,
-        files: Sequence[str],
-        *,
-        needs: Sequence[int] | None = None,
-        sizes: bool = False,
-        method: str = "auto",
+        self, asked: list[str | _Segment], *, sizes: bool = False, method: str = "auto"
     ) -> tuple[bytearray, bytearray, bytearray]:
         """Which files are there: (present u8[n], size i64[n] or -1, errno i32[n]), native endian.
 
-        `needs[i]` is the least size that counts; a shorter file is not present, errno ENODATA. Missing:
-        ENOENT. Not a regular file or a name that is not allowed: EINVAL; a symbolic link: ELOOP. Sizes are
-        asked for if `needs` or `sizes`, else -1. `method`: "auto" | "scan" | "stat".
+        A segment asks for its file, and that it reaches to the segment's end; a shorter file is not present,
+        ENODATA. Missing: ENOENT. Not a regular file, a name that is not allowed, or a segment that cannot be
+        (negative, overflow, unknown dtype): EINVAL; a symbolic link: ELOOP. Sizes are given if a segment is
+        asked for, or with `sizes`, else -1. `method`: "auto" | "scan" | "stat". TypeError for what is
+        neither a name nor a segment. While it reads a long list, it lets other threads of the interpreter run
+        every millisecond.
         """
 
     def gather(
@@ -184,8 +182,11 @@ class Store:
     def versions(self) -> list[int]:
         """The version directories, ascending."""
 
-    def retire(self, version: int) -> int:
-        """Remove version directory v<version> with all in it (owner only); returns the number of files."""
+    def retire(self, version: int) -> bool:
+        """Take version directory v<version> out of the store by one rename (owner only); whether it was there."""
+
+    def empty_trash(self) -> int:
+        """Remove what was retired (owner only); the number of files."""
 
 @final
 class Writer:
@@ -224,12 +225,13 @@ class Commit:
         """Make the temporary directory; or adopt the existing directory `adopt` (same filesystem)."""
 
     def pin(
-        self, store: Store, files: Sequence[tuple[str, bool]], *, copy: bool = False
+        self, store: Store, files: Sequence[str], *, copy: bool = False
     ) -> list[tuple[int, str] | Exception]:
-        """Link (or copy) each (file, already durable) to `payloads/<file>` and make its bytes durable.
+        """Link (or copy) each file, whose bytes are durable (`Store.sync`), to `payloads/<file>`.
 
-        Result: (size, "link" or "copy"). Linking falls back to a copy on EXDEV, EPERM, EMLINK, ENOSYS and
-        EOPNOTSUPP; FileNotFoundError if the file is gone, ValueError for what is no `v<k>/<name>`.
+        Result: (size, "link" or "copy"). Linking falls back to a durable copy on EXDEV, EPERM, EMLINK, ENOSYS
+        and EOPNOTSUPP; FileNotFoundError if the file is gone, OSError(EIO) if a sync of it has failed, ValueError
+        for what is no `v<k>/<name>`. The names are durable with `finish`.
         """
 
     def write(self, name: str, data: Buffer) -> tuple[int, str]:

@@ -173,7 +173,7 @@ def _pin(
     commit: _native.Commit, store: PayloadStore, files: Sequence[str], *, copy: bool
 ) -> list[tuple[int, How] | Exception]:
     answers: list[tuple[int, How] | Exception] = []
-    for answer in commit.pin(store.native, [(file, True) for file in files], copy=copy):
+    for answer in commit.pin(store.native, files, copy=copy):
         if isinstance(answer, Exception):
             answers.append(answer)
         else:
@@ -182,7 +182,7 @@ def _pin(
 
 
 def _sizes(store: PayloadStore, files: Sequence[str]) -> list[tuple[int, How] | Exception]:
-    present, sizes, errors = store.native.probe(files, sizes=True)
+    present, sizes, errors = store.native.probe(list(files), sizes=True)
     answers: list[tuple[int, How] | Exception] = []
     for file, there, size, code in zip(files, present, array("q", sizes), array("i", errors), strict=True):
         if there:

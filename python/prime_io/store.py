@@ -20,8 +20,7 @@ import numpy.typing as npt
 from prime_io import _native
 from prime_io._native import CorruptPayloadError
 from prime_io.gather import Array, Gather, Ragged, Valid, gather_many, gather_ragged
-from prime_io.segment import PayloadSegment, byte_range, check, whole_tensor
-from prime_io.slices import in_slices
+from prime_io.segment import PayloadSegment, check, whole_tensor
 from prime_io.sweep import GRACE_S, SweepReport, sweep
 from prime_io.tensors import field_bytes
 from prime_io.writer import FILLER, PayloadWriter
@@ -29,7 +28,6 @@ from prime_io.writer import FILLER, PayloadWriter
 __all__ = ["CorruptPayloadError", "Gather", "PayloadStore", "PayloadWriter", "Probe", "Ragged", "SweepReport"]
 
 
-_SIZED_TOGETHER: Final = 8192
 _ANSWERS: Final = (0, errno.ENOENT, errno.ENODATA, errno.EINVAL)
 
 
@@ -297,38 +295,12 @@ class PayloadStore:
         Sizes are given where any segment is asked for, or with `sizes`. A segment that cannot be (overflow,
         unknown dtype) is not present, EINVAL. Never raises for what it finds; see `Probe.errno`.
         """
-        names: list[str] = []
-        needs: list[int] = []
-        wrong: list[int] = []
-        with_needs = sizes
-        for part in in_slices(asked if isinstance(asked, Sequence) else list(asked)):
-            for item in part:
-                if isinstance(item, str):
-                    names.append(item)
-                    needs.append(0)
-                    continue
-                with_needs = True
-                names.append(item.file)
-                try:
-                    needs.append(byte_range(item)[1])
-                except ValueError:
-                    wrong.append(len(needs))
-                    needs.append(0)
-        present, size, code = bytearray(), bytearray(), bytearray()
-        # Names alone are looked for in listings of their directories, each read once: they cross in one call.
-        # With sizes every file is asked for, so slices cost nothing, and one call's arguments hold the loop up.
-        together = _SIZED_TOGETHER if with_needs else max(1, len(names))
-        parts = zip(in_slices(names, size=together), in_slices(needs, size=together), strict=True)
-        for some, least in parts:
-            answer = self.native.probe(some, needs=least if with_needs else None, sizes=with_needs)
-            present += answer[0]
-            size += answer[1]
-            code += answer[2]
-        result = Probe(
+        present, size, code = self.native.probe(
+            asked if isinstance(asked, list) else list(asked), sizes=sizes
+        )
+        return Probe(
             np.frombuffer(present, np.bool_), np.frombuffer(size, np.int64), np.frombuffer(code, np.int32)
         )
-        result.present[wrong], result.errno[wrong] = False, errno.EINVAL
-        return result
 
     # --- deleting: the owner only ---
 
@@ -408,15 +380,23 @@ class PayloadStore:
         """The versions that have a directory, ascending."""
         return self.native.versions()
 
-    def retire(self, version: int) -> int:
-        """Remove the version directory `v<version>` with all that is in it; the number of files removed.
+    def retire(self, version: int) -> bool:
+        """Take the version directory `v<version>` out of the store, by one rename; whether it was there.
 
-        For versions that nobody writes and no root names. PermissionError if this object is not the owner.
+        For versions that nobody writes and no root names: a writer that is still in it gets OSError(ESTALE).
+        `empty_trash` frees the space, in a thread if need be. PermissionError if this object is not the owner.
         """
-        count = self.native.retire(version)
+        retired = self.native.retire(version)
         prefix = f"v{version}/"
         self._durable.difference_update([f for f in self._durable.copy() if f.startswith(prefix)])
-        return count
+        return retired
+
+    def empty_trash(self) -> int:
+        """Remove what was retired, also by an owner that died before it could; the number of files.
+
+        PermissionError if this object is not the owner. The GIL is released.
+        """
+        return self.native.empty_trash()
 
 
 def _whole(segment: PayloadSegment, out: object = None) -> Gather:

@@ -31,9 +31,9 @@ fn start() -> (SimFs, Vec<String>) {
 
 fn save(fs: &SimFs, store: &Store<SimFs>, step: u64, files: &[String], copy: bool) -> Result<()> {
     let mut commit = begin(fs, step)?;
-    let ask: Vec<_> = files.iter().map(|file| (file.clone(), false)).collect();
+    store.sync(files).into_iter().collect::<Result<Vec<_>>>()?;
     commit
-        .pin(store, &ask, copy)
+        .pin(store, files, copy)
         .into_iter()
         .collect::<Result<Vec<_>>>()?;
     commit.write("state.msgpack", b"state")?;
@@ -164,14 +164,7 @@ fn pins_answer_per_file() {
     let (fs, files) = start();
     let store = sim_store(&fs).unwrap();
     let mut commit = begin(&fs, 2).unwrap();
-    let ask = |file: &str| (file.to_string(), true);
-    let asked = [
-        ask(&files[0]),
-        ask("v1/no"),
-        ask("v9/no"),
-        ask("../x"),
-        ask(&files[0]),
-    ];
+    let asked = [&files[0], "v1/no", "v9/no", "../x", &files[0]].map(String::from);
     let results = commit.pin(&store, &asked, false);
     let errno = |i: usize| results[i].as_ref().unwrap_err().errno();
     assert_eq!(results[0].as_ref().unwrap().1, Pinned::Link);
@@ -182,7 +175,7 @@ fn pins_answer_per_file() {
     );
     fs.refuse_links(true);
     let size = fs.files()[&files[1]].len() as u64;
-    let results = commit.pin(&store, &[ask(&files[0]), ask(&files[1])], false);
+    let results = commit.pin(&store, &files, false);
     assert_eq!(results[0].as_ref().unwrap().1, Pinned::Link);
     assert_eq!(results[1], Ok((size, Pinned::Copy)));
     assert!(commit.write("manifest.json", b"").is_err());
@@ -202,7 +195,7 @@ fn a_lost_payload_is_not_pinned_later() {
     assert!(store.sync(&files[1..])[0].is_err());
     assert!(store.sync(&files[1..])[0].is_err());
     let mut commit = begin(&fs, 2).unwrap();
-    assert!(commit.pin(&store, &[(files[1].clone(), false)], false)[0].is_err());
+    assert!(commit.pin(&store, &files[1..], false)[0].is_err());
     assert!(!fs.synced_again());
 }
 
@@ -314,14 +307,13 @@ fn the_real_filesystem_does_the_same() {
             .remove(0)
             .unwrap();
         let mut commit = Commit::begin_path(root, step, "orchestrator", None).unwrap();
-        let ask = [(published.file.clone(), false)];
+        let ask = [published.file.clone()];
         let (size, how) = commit.pin(&store, &ask, false).remove(0).unwrap();
         let same = std::os::unix::fs::MetadataExt::dev(&home.metadata().unwrap())
             == std::os::unix::fs::MetadataExt::dev(&temp.path().metadata().unwrap());
         assert_eq!(how, if same { Pinned::Link } else { Pinned::Copy });
         commit.write("state.msgpack", b"state").unwrap();
         commit.finish(MANIFEST_TEXT).unwrap();
-        let ask = [published.file.clone()];
         store.reclaim(&ask).unwrap().remove(0).unwrap();
         let pinned = crate::link_back::PinnedFile {
             file: published.file,
@@ -363,7 +355,7 @@ fn only_payloads_are_pinned() {
     let mut commit = begin(&fs, 2).unwrap();
     let before = fs.files();
     let bad = ["STORE", "LOCK", "checkpoints/step_1", "v1/x/y"];
-    let bad = bad.map(|file| (file.to_string(), false));
+    let bad = bad.map(String::from);
     for result in commit.pin(&store, &bad, false) {
         let error = result.unwrap_err();
         assert!(
@@ -372,5 +364,5 @@ fn only_payloads_are_pinned() {
         );
     }
     assert_eq!(fs.files(), before);
-    assert!(commit.pin(&store, &[(files[0].clone(), false)], false)[0].is_ok());
+    assert!(commit.pin(&store, &files[..1], false)[0].is_ok());
 }

@@ -118,10 +118,9 @@ pub fn check_path(path: &str) -> Result<(), &'static str> {
         if part.starts_with('.') {
             return Err("a path component must not start with a dot");
         }
-        if !part
-            .bytes()
-            .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
-        {
+        // Without an early end, so that the compiler looks at many bytes at once.
+        let fine = |b: u8| b.is_ascii_alphanumeric() | matches!(b, b'.' | b'_' | b'-');
+        if !part.bytes().fold(true, |all, b| all & fine(b)) {
             return Err("a path component may hold only A-Z a-z 0-9 . _ -");
         }
     }

@@ -54,11 +54,10 @@ impl Commit {
         &self,
         py: Python<'py>,
         store: &Bound<'py, Store>,
-        files: Vec<(String, bool)>,
+        files: Vec<String>,
         copy: bool,
     ) -> PyResult<Bound<'py, PyList>> {
         let store = store.get().core()?;
-        // Each file is synced, so the time is that of a disk.
         let done = detached(py, Work::UNKNOWN, |_| self.core().pin(&store, &files, copy))?;
         let wrap =
             |(size, how): (u64, Pinned)| Ok((size, how.word()).into_pyobject(py)?.into_any());

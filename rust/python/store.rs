@@ -147,16 +147,15 @@ impl Store {
         })
     }
 
-    #[pyo3(signature = (files, *, needs=None, sizes=false, method="auto"))]
+    #[pyo3(signature = (asked, *, sizes=false, method="auto"))]
     fn probe<'py>(
         &self,
         py: Python<'py>,
-        files: Vec<String>,
-        needs: Option<Vec<Bound<'py, PyAny>>>,
+        asked: &Bound<'py, PyList>,
         sizes: bool,
         method: &str,
     ) -> PyResult<super::probe::Columns<'py>> {
-        super::probe::probe(py, &*self.core()?, &files, needs.as_deref(), sizes, method)
+        super::probe::probe(py, &*self.core()?, asked, sizes, method)
     }
 
     fn reclaim<'py>(&self, py: Python<'py>, files: Vec<String>) -> PyResult<Bound<'py, PyList>> {
@@ -194,9 +193,14 @@ impl Store {
         Ok(detached(py, Work::items(1), |_| core.versions())??)
     }
 
-    fn retire(&self, py: Python<'_>, version: &Bound<'_, PyAny>) -> PyResult<u64> {
+    fn retire(&self, py: Python<'_>, version: &Bound<'_, PyAny>) -> PyResult<bool> {
         let (core, version) = (self.core()?, argument(version, "version")?);
-        Ok(detached(py, Work::UNKNOWN, |_| core.retire(version))??)
+        Ok(detached(py, Work::items(1), |_| core.retire(version))??)
+    }
+
+    fn empty_trash(&self, py: Python<'_>) -> PyResult<u64> {
+        let core = self.core()?;
+        Ok(detached(py, Work::UNKNOWN, |_| core.empty_trash())??)
     }
 
     fn sync<'py>(&self, py: Python<'py>, files: Vec<String>) -> PyResult<Bound<'py, PyList>> {
