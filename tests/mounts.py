@@ -54,16 +54,25 @@ class Mounts:
 
     def without_links(self, error: str) -> Path:
         """A FUSE mount whose every link fails with `error`."""
-        here = Path(__file__).parent / "fuse_without_links.py"
+        source = self._root / f"behind{len(self._mounted)}"
+        source.mkdir(parents=True)
+        return self._fuse("fuse_without_links.py", source, error)
+
+    def with_faults(self, source: Path, control: Path) -> Path:
+        """A FUSE mount of `source` whose reads do what the file `control` says."""
+        control.write_text("")
+        return self._fuse("fuse_with_faults.py", source, str(control))
+
+    def _fuse(self, script: str, source: Path, argument: str) -> Path:
+        here = Path(__file__).parent / script
         if not os.path.exists("/dev/fuse"):
             pytest.skip("needs /dev/fuse")
         if subprocess.run([sys.executable, "-c", "import fuse"], capture_output=True, check=False).returncode:
             pytest.skip("needs fusepy (pip) and libfuse2 (Debian: fuse, libfuse2)")
-        source, where = self._root / f"behind{len(self._mounted)}", self._root / f"mount{len(self._mounted)}"
-        source.mkdir(parents=True)
-        where.mkdir()
+        where = self._root / f"mount{len(self._mounted)}"
+        where.mkdir(parents=True)
         server = subprocess.Popen(
-            [sys.executable, str(here), str(source), str(where), error],
+            [sys.executable, str(here), str(source), str(where), argument],
             stderr=subprocess.PIPE,
             text=True,
         )

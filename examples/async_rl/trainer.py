@@ -1,4 +1,4 @@
-"""The trainer process: float32, reads payloads by handle, replays the routing, publishes weights."""
+"""The trainer process: float32, reads batches by the loader, replays the routing, publishes weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save, save_file
 
 from prime_io import (
     CheckpointManager,
+    CorruptPayloadError,
     Exchange,
-    Gather,
+    FieldSpec,
     Lineage,
+    PayloadLoader,
     PayloadStore,
-    TrainBatch,
-    load_batch,
+    Step,
 )
 
 from . import task
@@ -39,6 +40,8 @@ from .train import (
 from .weights import load_optimizer, load_weights, save_optimizer, save_weights
 
 READER = "trainer"
+SEQ_LEN = 256
+"""Rows of a packed sequence."""
 
 
 class Trainer:
@@ -83,35 +86,21 @@ class Trainer:
         weights = save(save_weights(self.model, torch.bfloat16), metadata)
         self.exchange.publish_weights(version, {"model.safetensors": weights})
 
-    def read(self, batch: TrainBatch) -> list[Generation]:
-        """The traces of a batch. Their routing rows are read from the files straight into one tensor."""
-        traces = load_batch(batch, store=self.store)
-        samples = [trace.samples[0] for trace in traces]
-        rows = [len(sample.token_ids) - 1 for sample in samples]
-        layers, top_k = self.model.config.n_layers, self.model.config.top_k
-        routing = torch.empty(sum(rows), layers, top_k, dtype=torch.uint8)
-        parts = routing.split(rows)
-        requests = [
-            Gather(segments=sample.payload, field=ROUTED_EXPERTS, lo=0, hi=len(part), out=part)
-            for sample, part in zip(samples, parts, strict=True)
-        ]
-        for trace, result in zip(traces, self.store.gather_many(requests, verify=True), strict=True):
-            if isinstance(result, Exception) or not result[1].all():
-                self.log("missing_file", {"step": batch.step, "trace": trace.id, "error": str(result)})
-                raise RuntimeError(f"batch {batch.step}, trace {trace.id}: {result}")
-        return [
-            Generation(
-                torch.from_numpy(sample.token_ids),
-                torch.from_numpy(sample.mask),
-                torch.from_numpy(sample.logprobs),
-                part,
-            )
-            for sample, part in zip(samples, parts, strict=True)
-        ]
+    def read(self, step: Step) -> list[Generation]:
+        """The traces of a batch, in its order: slices of the packed tensors that the loader read."""
+        read: dict[str, Generation] = {}
+        for packed in step:
+            routing = packed.payload[ROUTED_EXPERTS].rows
+            for sample in packed.samples:
+                own = slice(sample.start, sample.start + sample.n_tokens)
+                tokens, mask, logprobs = packed.token_ids[own], packed.mask[own], packed.logprobs[own]
+                # The last token was never fed: it has no row.
+                read[sample.trace_id] = Generation(tokens, mask, logprobs, routing[own][:-1])
+        return [read[trace.trace_id] for trace in step.batch.traces]
 
-    def train(self, batch: TrainBatch) -> None:
+    def train(self, step: Step, loader: PayloadLoader) -> None:
         began = time.perf_counter()
-        generations = self.read(batch)
+        batch, generations = step.batch, self.read(step)
         read_s = time.perf_counter() - began
         versions = [-1 if t.policy is None else t.policy.start for t in batch.traces]
         if batch.checkpoint:
@@ -123,7 +112,7 @@ class Trainer:
         self.publish(batch.step)
         if batch.checkpoint:
             self.commit(batch.step)
-        self.exchange.acknowledge(batch.step, READER)
+        loader.done(batch.step)
         self.log(
             "trained_batch",
             {
@@ -172,10 +161,24 @@ class Trainer:
 
     def run(self) -> None:
         step = committed = self.start()
-        while (batch := self.exchange.wait_batch(step + 1)) is not None:
-            self.train(batch)
-            step = batch.step
-            committed = step if batch.checkpoint else committed
+        fields = {ROUTED_EXPERTS: FieldSpec(align="token-1")}
+        with PayloadLoader(
+            self.store,
+            self.exchange,
+            fields,
+            seq_len=SEQ_LEN,
+            start=step + 1,
+            reader=READER,
+            on_missing="raise",
+        ) as loader:
+            try:
+                for each in loader:
+                    self.train(each, loader)
+                    step = each.number
+                    committed = step if each.batch.checkpoint else committed
+            except (OSError, CorruptPayloadError) as error:
+                self.log("missing_file", {"step": step + 1, "error": str(error)})
+                raise
         if step != committed:
             self.commit(step)
         self.log("reward", {"step": step, "value": greedy_reward(self.model, self.held_out)})

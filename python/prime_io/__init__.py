@@ -6,6 +6,7 @@ missing file. `docs/design.md` has the formats, protocols and rules.
 """
 
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
 
 from ._native import CorruptPayloadError
 from .checkpoint import CheckpointManager
@@ -48,6 +49,43 @@ from .types import (
 from .writer import PayloadWriter
 
 __version__ = _version("prime-io")
+
+if TYPE_CHECKING:
+    from .dataset import PayloadDataset as PayloadDataset
+    from .loader import LoaderStats as LoaderStats
+    from .loader import PayloadLoader as PayloadLoader
+    from .loader import Step as Step
+    from .microbatch import MicroBatch as MicroBatch
+    from .microbatch import PackedSample as PackedSample
+    from .microbatch import Rows as Rows
+    from .ranks import Ranks as Ranks
+
+_WITH_TORCH = {
+    "LoaderStats": "loader",
+    "MicroBatch": "microbatch",
+    "PackedSample": "microbatch",
+    "PayloadDataset": "dataset",
+    "PayloadLoader": "loader",
+    "Ranks": "ranks",
+    "Rows": "microbatch",
+    "Step": "loader",
+}
+"""The trainer's side needs PyTorch, which nothing else here does: imported when it is asked for, not by `*`."""
+
+
+def __getattr__(name: str) -> Any:
+    module = _WITH_TORCH.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    try:
+        return getattr(import_module(f"{__name__}.{module}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"{name} needs PyTorch: pip install 'prime-io[torch]'") from None
+
 
 __all__ = [
     "CheckpointManager",

@@ -80,14 +80,17 @@ class Exchange:
     def wait_batch(self, step: int, *, poll_s: float = 0.01) -> TrainBatch | None:
         """Wait for batch `step`; None once the orchestrator has said that it will not come."""
         while True:
-            # In this order: what was published before the word to stop is still found.
-            stop = self.stop_step()
-            batch = self.read_batch(step)
-            if batch is not None:
+            batch, is_last = self.look_for(step)
+            if batch is not None or is_last:
                 return batch
-            if stop is not None and stop < step:
-                return None
             time.sleep(poll_s)
+
+    def look_for(self, step: int) -> tuple[TrainBatch | None, bool]:
+        """Batch `step` if it is there, and whether it will never come. Does not wait."""
+        # In this order: what was published before the word to stop is still found.
+        stop = self.stop_step()
+        batch = self.read_batch(step)
+        return batch, batch is None and stop is not None and stop < step
 
     def acknowledge(self, step: int, reader: str) -> None:
         """Say that `reader` needs nothing of batch `step`, nor of any before it, any more."""

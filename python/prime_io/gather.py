@@ -27,7 +27,7 @@ Valid = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gather:
-    """One request of `PayloadStore.gather_many`; the fields are the parameters of `PayloadStore.gather`."""
+    """One request of `PayloadStore.gather_many`: the parameters of `PayloadStore.gather`, and `shape`."""
 
     segments: Iterable[PayloadSegment]
     field: str
@@ -36,6 +36,8 @@ class Gather:
     out: object = None
     fill: float | Literal["spread"] = 0
     dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    """Row shape of a fresh result of `dtype`, in place of the least one that fits; both or neither."""
 
 
 class Ragged(NamedTuple):
@@ -163,6 +165,8 @@ class _Plan:
 def _result(request: Gather, segments: Sequence[PayloadSegment]) -> tuple[str, tuple[int, ...]]:
     """dtype and row shape of the result: those of the segments, or of an `out` that is shaped for it."""
     field, lo, hi = request.field, request.lo, request.hi
+    if request.out is None and request.shape is not None and request.dtype is not None:
+        return _fitting(request, segments, request.dtype, request.shape)
     if request.out is None:
         if segments:
             return result_layout(segments, lo, hi, dtype=request.dtype)
@@ -174,18 +178,29 @@ def _result(request: Gather, segments: Sequence[PayloadSegment]) -> tuple[str, t
         return result_layout(segments, lo, hi, dtype=request.dtype)  # plain bytes
     if not shape or shape[0] < hi - lo:
         raise ValueError(f"out is too short: its shape {shape} does not hold {hi - lo} rows of {field!r}")
-    row = shape[1:]
+    return _fitting(request, segments, name, shape[1:])
+
+
+def _fitting(
+    request: Gather, segments: Sequence[PayloadSegment], name: str, row: tuple[int, ...]
+) -> tuple[str, tuple[int, ...]]:
+    """A wanted dtype and row shape, if they hold those of the segments."""
+    field = request.field
     if segments:
-        dtype, least = result_layout(segments, lo, hi, dtype=request.dtype)
+        dtype, least = result_layout(segments, request.lo, request.hi, dtype=request.dtype)
     else:
         dtype, least = request.dtype or name, row
     bits = f"uint{8 * row_bytes(dtype, ())}"
     if dtype in EXTENDED and name == bits:
         name = dtype
     if not widens(dtype, name):
-        raise ValueError(f"out has dtype {name}, which does not hold the {dtype} of {field!r}")
+        raise ValueError(
+            f"a result of dtype {name} was asked for, which does not hold the {dtype} of {field!r}"
+        )
     if len(row) != len(least) or any(n < m for n, m in zip(row, least, strict=True)):
-        raise ValueError(f"out has rows of shape {row}, which do not hold the {least} of {field!r}")
+        raise ValueError(
+            f"a result with rows of shape {row} was asked for, which do not hold the {least} of {field!r}"
+        )
     return name, row
 
 
