@@ -17,6 +17,7 @@ from prime_io import (
     Exchange,
     Orchestrator,
     PayloadStore,
+    _native,
     prepare_resume,
 )
 
@@ -218,7 +219,7 @@ def test_finish_waits_for_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_of_dead_processes_is_left(tmp_path: Path) -> None:
-    """Bug: temporaries of processes that died in this life stayed unless somebody called remove_leftovers."""
+    """Bug: temporaries of processes that died in this life, or late in a former one, stayed."""
 
     async def main() -> None:
         prepare_resume(tmp_path, None)
@@ -227,12 +228,16 @@ def test_nothing_of_dead_processes_is_left(tmp_path: Path) -> None:
         if not pid:
             try:
                 (life.manager.new_component_dir() / "model").write_bytes(b"half")
+                for inner in ("", "batches", "weights", "acks"):
+                    half = tmp_path / "lineages" / "formerlife" / inner / _native.temporary_name()
+                    half.mkdir(parents=True)
+                    (half / _native.temporary_name()).write_bytes(b"half")
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)
         assert list(tmp_path.glob(".tmp-*"))
         await until_the_end(life, trainer)
-        assert not list(tmp_path.glob(".tmp-*"))
+        assert not list(tmp_path.rglob(".tmp-*"))
         life.store.close()
 
     asyncio.run(main())

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from prime_io import _native
-from prime_io.lineage import Lineage, LineageLeftError
+from prime_io.lineage import LIVES, Lineage, LineageLeftError
 from prime_io.manifest import (
     FORMAT,
     STATE,
@@ -166,6 +166,10 @@ class CheckpointManager:
         removed += [*empty_trash(self._steps.root), *self._remove_dead(self._steps.root)]
         for step in self._steps.look().values():
             removed += self._remove_dead(_native.Root(str(self._steps.path / step.name)))
+        # Of a former life's process that was still at work when a resume moved what was there.
+        for life, is_dir in self._root.list(LIVES):
+            for inner in ("", "/batches", "/weights", "/acks") if is_dir else ():
+                removed += self._remove_dead(self._root, f"{LIVES}/{life}{inner}")
         return removed
 
     def link_probe(self, store: PayloadStore, file: str | None = None) -> bool:
@@ -353,8 +357,9 @@ class CheckpointManager:
         return step
 
     @staticmethod
-    def _remove_dead(root: _native.Root) -> list[str]:
-        names = [name for name, _ in root.list() if name.startswith(".tmp-") and _native.owner_is_dead(name)]
+    def _remove_dead(root: _native.Root, within: str = "") -> list[str]:
+        found = [name for name, _ in root.list(within) if name.startswith(".tmp-")]
+        names = [name for name in found if _native.owner_is_dead(name)]
         for name in names:
-            root.remove(name)
+            root.remove(f"{within}/{name}" if within else name)
         return names

@@ -23,7 +23,7 @@ from prime_io.steps import CHECKPOINTS, COMPONENTS, Components, Step, Steps, log
 FORMAT = 1
 _FILE = "LINEAGE"
 _LIMIT = 64 << 20
-_LIVES = "lineages"
+LIVES = "lineages"
 _PAYLOADS = "payloads"
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{8}-[0-9]+-[0-9]+-[0-9a-f]+", re.ASCII)
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}", re.ASCII)
@@ -127,7 +127,7 @@ class Lineage:
     @property
     def directory(self) -> Path:
         """`<run>/lineages/<id>`: what this life tells its own processes."""
-        return self._run / _LIVES / self.id
+        return self._run / LIVES / self.id
 
     @property
     def batches_dir(self) -> Path:
@@ -263,11 +263,11 @@ def _clear(root: _native.Root, new: Lineage, old: Lineage | None, steps: Steps) 
             # Of a killed save. Its owner may be unprovable (another host, a reboot), but is of a dead life.
             if name.startswith(".tmp-"):
                 move(f"{directory}/{name}", lineage=dead, target=f"{CHECKPOINTS}/{name[1:]}")
-    for life, is_dir in root.list(_LIVES):
+    for life, is_dir in root.list(LIVES):
         if is_dir and life != new.id and _ID.fullmatch(life):
-            for name, _ in root.list(f"{_LIVES}/{life}"):
+            for name, _ in root.list(f"{LIVES}/{life}"):
                 if not name.startswith(".") or _TEMPORARY.fullmatch(name):
-                    move(f"{_LIVES}/{life}/{name}", lineage=life, target=name.lstrip("."))
+                    move(f"{LIVES}/{life}/{name}", lineage=life, target=name.lstrip("."))
     for name, _ in root.list():
         # A component that was being written, perhaps on another host: large, and its owner unprovable.
         if _TEMPORARY.fullmatch(name):
