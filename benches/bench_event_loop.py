@@ -102,7 +102,7 @@ def test_ship(life: Life, bench: Bench) -> None:
 
     async def measured() -> list[Row]:
         await life.fill(TRACES, files=SEGMENTS, tokens=64)
-        life.sink._batch_size = 512
+        life.sink._queue._size = 512
         exchange = life.orchestrator._exchange
 
         async def ours() -> list[int]:
@@ -211,7 +211,7 @@ def test_spill(life: Life, tmp_path: Path, bench: Bench) -> None:
             await life.sink.drain()
 
         row, _ = await measure("sink.add", ours())
-        life.sink._batch_size = episodes
+        life.sink._queue._size = episodes
         batch = life.sink.take_batch()
         assert batch is not None
         for trace in batch.traces[:: episodes // 8]:

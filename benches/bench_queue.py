@@ -139,7 +139,7 @@ async def _measure(run: Path, files: int) -> dict[str, Any]:
     # One group goes through and out again: threads, buffers and code are there in the empty sink too.
     for payload in life.payloads(8, files):
         await life.add(sample, payload)
-    life.sink._batch_size = 8
+    life.sink._queue._size = 8
     await life.checkpoint()
     life.sink.trained(1)
     await life.sink.drain()

@@ -83,10 +83,17 @@ impl<F: Fs> Store<F> {
         }
         let lock = if options.owner {
             let lock = fs.lock(&dir, LOCK).map_err(|errno| {
-                let hint = if errno == Errno::AGAIN {
-                    "another process, or another Store of this one, owns this store"
-                } else {
-                    "the store must be on a filesystem with locks"
+                let hint = match errno {
+                    Errno::AGAIN => {
+                        "another process, or another Store of this one, owns this store"
+                    }
+                    Errno::INVAL | Errno::LOOP | Errno::ISDIR => {
+                        "LOCK in it is no regular file: remove what is there instead"
+                    }
+                    Errno::ACCESS | Errno::PERM | Errno::ROFS => {
+                        "its owner must be able to write LOCK"
+                    }
+                    _ => "the store must be on a filesystem with locks",
                 };
                 Error::os("lock store", root, errno).with_hint(hint)
             })?;

@@ -282,6 +282,9 @@ impl Fs for RealFs {
                 if held.contains(&(pid, stat.dev, stat.ino)) {
                     return Err(Errno::AGAIN);
                 }
+                if let Some(errno) = super::whole::wrong_kind(stat.kind) {
+                    return Err(errno);
+                }
             }
             let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
             let fd = retry_on_intr(|| fs::openat(at, name, flags, Mode::from_raw_mode(0o666)))?;

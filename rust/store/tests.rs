@@ -110,3 +110,29 @@ fn headers_and_syncs_answer_per_file() {
     let cut = fs.power_cut(crate::fs::sim::PowerCut::Kept);
     assert_eq!(cut.files()[&file], fs.files()[&file]);
 }
+
+#[test]
+fn a_lock_is_a_regular_file() {
+    // Bug guarded: a FIFO of the name LOCK was taken for the lock; a directory or a link was reported as a
+    // filesystem without locks.
+    let temp = tempfile::tempdir().unwrap();
+    let root = temp.path().to_str().unwrap();
+    let lock = temp.path().join("LOCK");
+    let odd: [&dyn Fn(); 3] = [
+        &|| {
+            let dir = rustix::fs::open(root, rustix::fs::OFlags::PATH, 0.into()).unwrap();
+            let (kind, mode) = (rustix::fs::FileType::Fifo, 0o600.into());
+            rustix::fs::mknodat(&dir, "LOCK", kind, mode, 0).unwrap();
+        },
+        &|| std::fs::create_dir(&lock).unwrap(),
+        &|| std::os::unix::fs::symlink("STORE", &lock).unwrap(),
+    ];
+    for make in odd {
+        make();
+        let error = Store::<RealFs>::open_path(root, &options(true, ""));
+        let error = error.err().unwrap().to_string();
+        assert!(error.contains("LOCK in it is no regular file"), "{error}");
+        let _ = std::fs::remove_file(&lock).or_else(|_| std::fs::remove_dir(&lock));
+    }
+    Store::<RealFs>::open_path(root, &options(true, "")).unwrap();
+}
