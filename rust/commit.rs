@@ -10,7 +10,7 @@
 //! Killed or unplugged anywhere, the component is absent or complete; once `finish` has returned it
 //! is there. Pins are durable before any payload that they name may be released.
 
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 
 use rustix::io::Errno;
 
@@ -45,7 +45,7 @@ pub struct Commit<F: Fs> {
     component: String,
     draft: Option<Draft<F>>,
     /// What is pinned already, by file: asking twice gives the first answer.
-    pub(crate) pinned: BTreeMap<String, (u64, Pinned)>,
+    pub(crate) pinned: HashMap<String, (u64, Pinned)>,
     /// A step that failed leaves a component nobody can vouch for.
     broken: bool,
     /// A forked child drops its copy without removing what its parent still builds.
@@ -141,7 +141,7 @@ impl<F: Fs> Commit<F> {
         draft: Draft<F>,
     ) -> Self {
         let (path, component) = (path.to_string(), component.to_string());
-        let (draft, pinned) = (Some(draft), BTreeMap::new());
+        let (draft, pinned) = (Some(draft), HashMap::new());
         Self {
             fs,
             checkpoints,

@@ -1,15 +1,14 @@
 //! Pin: a second name for a payload in a checkpoint, its bytes durable.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 
 use rustix::io::Errno;
 
 use crate::commit::{Commit, PAYLOADS};
 use crate::error::Context;
-use crate::fs::{Fs, split_path, whole};
+use crate::fs::{Fs, Io, split_path, whole};
 use crate::names::check_payload;
-use crate::store::{Store, in_turn, open_parents};
-use crate::threads::{self, IO_THREADS};
+use crate::store::{Group, Store, group};
 use crate::{Error, Result};
 
 /// How a pin was made.
@@ -45,56 +44,46 @@ impl<F: Fs> Commit<F> {
         let ask: Vec<&str> = names
             .filter(|file| !self.pinned.contains_key(*file) && seen.insert(*file))
             .collect();
-        let from = open_parents(&store.fs, &store.dir, ask.iter().copied(), check_payload);
-        let to: BTreeMap<&str, Result<F::Dir>> = from
-            .keys()
-            .map(|parent| (*parent, self.pin_dir(parent)))
-            .collect();
-        let dirs = |file| {
-            check_payload(file).map_err(|why| Error::invalid("pin", file, why))?;
-            let (parent, name) = split_path(file);
-            let from = from[parent]
-                .as_ref()
-                .map_err(|errno| Error::os("pin", file, *errno))?;
-            let to = to[parent].as_ref().map_err(Clone::clone)?;
-            Ok((from, to, name))
+        let groups = group(ask.iter().copied());
+        let allowed = |group: &&Group<'_>| {
+            let mut files = group.indices.iter().map(|&index| ask[index]);
+            files.any(|file| check_payload(file).is_ok())
         };
-        let fs = &store.fs;
-        let linked = in_turn(ask.iter().copied(), |index| {
-            let (from, to, name) = dirs(ask[index])?;
-            store.refuse_lost(ask[index])?;
-            Ok(if copy {
-                Err(Errno::XDEV)
-            } else {
-                fs.link(from, name, to, name)
+        let to: HashMap<&str, Result<F::Dir>> = groups
+            .iter()
+            .filter(allowed)
+            .map(|group| (group.parent, self.pin_dir(group.parent)))
+            .collect();
+        let made = store.in_turn(&ask, check_payload, |chunk| {
+            let dirs = || {
+                let from = chunk.dir.as_ref();
+                let from = from.map_err(|errno| Error::os("pin", chunk.parent, *errno))?;
+                Ok((from, to[chunk.parent].as_ref().map_err(Clone::clone)?))
+            };
+            let here = || chunk.indices.iter().map(|&index| ask[index]);
+            let link = |file| {
+                check_payload(file).map_err(|why| Error::invalid("pin", file, why))?;
+                store.refuse_lost(file)?;
+                let (from, to) = dirs()?;
+                let name = split_path(file).1;
+                Ok(if copy {
+                    Err(Errno::XDEV)
+                } else {
+                    store.fs.link(from, name, to, name)
+                })
+            };
+            let turn = chunk.turn.lock();
+            let linked: Vec<Result<Io<()>>> = here().map(link).collect();
+            drop(turn);
+            let both = here().zip(linked);
+            both.map(|(file, linked)| {
+                let (linked, (from, to)) = (linked?, dirs()?);
+                confirm_or_copy(&store.fs, from, to, file, linked)
             })
-        });
-        let work: Vec<_> = ask.into_iter().zip(linked).collect();
-        // Looking and copying lock no directory for long.
-        let made = threads::map(&work, IO_THREADS, |(file, linked)| {
-            let linked = linked.as_ref().map_err(Clone::clone)?;
-            let (from, to, name) = dirs(*file)?;
-            match *linked {
-                Ok(()) => {
-                    let stat = fs.stat(to, name).context("pin", file).and_then(|stat| {
-                        let wrong = whole::wrong_kind(stat.kind);
-                        wrong.map_or(Ok(stat), |errno| Err(Error::os("pin", *file, errno)))
-                    });
-                    let stat = stat.inspect_err(|_| {
-                        let _ = fs.unlink(to, name);
-                    })?;
-                    Ok((stat.size, Pinned::Link))
-                }
-                Err(errno) if whole::cannot_link(errno) => {
-                    let open = fs.open(from, name).context("pin", file)?;
-                    let size = whole::copy_file(fs, &open, to, name, false).context("pin", file)?;
-                    Ok((size, Pinned::Copy))
-                }
-                Err(errno) => Err(Error::os("pin", *file, errno)),
-            }
+            .collect()
         });
         let mut failed = HashMap::new();
-        for ((file, _), result) in work.into_iter().zip(made) {
+        for (file, result) in ask.into_iter().zip(made) {
             match result {
                 Ok(pin) => drop(self.pinned.insert(file.to_string(), pin)),
                 Err(error) => drop(failed.insert(file, error)),
@@ -117,5 +106,34 @@ impl<F: Fs> Commit<F> {
             Ok(dir)
         };
         make().context("pin", parent)
+    }
+}
+
+/// What becomes of a pin after the attempt to link it: its size, or a copy where links are impossible.
+fn confirm_or_copy<F: Fs>(
+    fs: &F,
+    from: &F::Dir,
+    to: &F::Dir,
+    file: &str,
+    linked: Io<()>,
+) -> Result<(u64, Pinned)> {
+    let name = split_path(file).1;
+    match linked {
+        Ok(()) => {
+            let stat = fs.stat(to, name).context("pin", file).and_then(|stat| {
+                let wrong = whole::wrong_kind(stat.kind);
+                wrong.map_or(Ok(stat), |errno| Err(Error::os("pin", file, errno)))
+            });
+            let stat = stat.inspect_err(|_| {
+                let _ = fs.unlink(to, name);
+            })?;
+            Ok((stat.size, Pinned::Link))
+        }
+        Err(errno) if whole::cannot_link(errno) => {
+            let open = fs.open(from, name).context("pin", file)?;
+            let size = whole::copy_file(fs, &open, to, name, false).context("pin", file)?;
+            Ok((size, Pinned::Copy))
+        }
+        Err(errno) => Err(Error::os("pin", file, errno)),
     }
 }

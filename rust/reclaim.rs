@@ -1,12 +1,13 @@
 //! Reclaim: unlink files that nobody holds.
 
+use std::sync::PoisonError;
+
 use rustix::io::Errno;
 
 use crate::error::Context;
-use crate::fs::{Fs, split_path, whole};
+use crate::fs::{Fs, Io, split_path, whole};
 use crate::names::check_sweepable;
-use crate::store::{Store, in_turn, open_parents};
-use crate::threads::{self, IO_THREADS};
+use crate::store::Store;
 use crate::{Error, Result};
 
 impl<F: Fs> Store<F> {
@@ -14,42 +15,54 @@ impl<F: Fs> Store<F> {
     /// already gone. Only files of version directories, temporaries too. Owner only.
     pub fn reclaim(&self, files: &[String]) -> Result<Vec<Result<Option<u64>>>> {
         self.require_owner("reclaim")?;
-        let names = || files.iter().map(String::as_str);
-        let parents = open_parents(&self.fs, &self.dir, names(), check_sweepable);
-        let place = |file| {
-            check_sweepable(file).map_err(|why| Error::invalid("reclaim", file, why))?;
-            let (parent, name) = split_path(file);
-            match &parents[parent] {
-                Ok(dir) => Ok(Some((dir, name))),
-                // The whole version directory is gone.
-                Err(Errno::NOENT) => Ok(None),
-                Err(errno) => Err(Error::os("reclaim", file, *errno)),
-            }
-        };
-        // Looking locks no directory, so that all threads may look before one at a time unlinks.
-        let found = threads::map(files, IO_THREADS, |file| {
-            let Some((dir, name)) = place(file)? else {
-                return Ok(None);
-            };
-            let stat = match self.fs.stat(dir, name) {
-                Err(Errno::NOENT) => return Ok(None),
-                other => other.context("reclaim", file)?,
-            };
-            if let Some(errno) = whole::wrong_kind(stat.kind) {
-                return Err(Error::os("reclaim", file, errno).with_hint("it is no payload file"));
-            }
-            let freed = if stat.nlink == 1 { stat.size } else { 0 };
-            Ok(Some((dir, name, freed)))
-        });
-        Ok(in_turn(names(), |index| match &found[index] {
-            Ok(Some((dir, name, freed))) => match self.fs.unlink(dir, name) {
-                Ok(()) => Ok(Some(*freed)),
-                Err(Errno::NOENT) => Ok(None),
-                Err(errno) => Err(Error::os("reclaim", &files[index], errno)),
-            },
-            Ok(None) => Ok(None),
-            Err(error) => Err(error.clone()),
+        let files: Vec<&str> = files.iter().map(String::as_str).collect();
+        Ok(self.in_turn(&files, check_sweepable, |chunk| {
+            let here = chunk.indices.iter().map(|&index| files[index]);
+            // All threads may look, before one at a time unlinks.
+            let found: Vec<_> = here.map(|file| self.freed(chunk.dir, file)).collect();
+            let _turn = chunk.turn.lock().unwrap_or_else(PoisonError::into_inner);
+            let both = chunk.indices.iter().zip(found);
+            both.map(|(&index, found)| {
+                let Some((dir, name, freed)) = found? else {
+                    return Ok(None);
+                };
+                match self.fs.unlink(dir, name) {
+                    Ok(()) => Ok(Some(freed)),
+                    Err(Errno::NOENT) => Ok(None),
+                    Err(errno) => Err(Error::os("reclaim", files[index], errno)),
+                }
+            })
+            .collect()
         }))
+    }
+
+    /// Where a file is and what unlinking it frees; none if it is gone.
+    fn freed<'f>(
+        &self,
+        dir: &'f Io<F::Dir>,
+        file: &'f str,
+    ) -> Result<Option<(&'f F::Dir, &'f str, u64)>> {
+        check_sweepable(file).map_err(|why| Error::invalid("reclaim", file, why))?;
+        let dir = match dir {
+            // The whole version directory is gone.
+            Err(Errno::NOENT) => return Ok(None),
+            other => other
+                .as_ref()
+                .map_err(|errno| Error::os("reclaim", file, *errno))?,
+        };
+        let name = split_path(file).1;
+        let stat = match self.fs.stat(dir, name) {
+            Err(Errno::NOENT) => return Ok(None),
+            other => other.context("reclaim", file)?,
+        };
+        if let Some(errno) = whole::wrong_kind(stat.kind) {
+            return Err(Error::os("reclaim", file, errno).with_hint("it is no payload file"));
+        }
+        Ok(Some((
+            dir,
+            name,
+            if stat.nlink == 1 { stat.size } else { 0 },
+        )))
     }
 }
 

@@ -237,24 +237,62 @@ pub(crate) fn group<'a>(files: impl IntoIterator<Item = &'a str>) -> Vec<Group<'
     groups
 }
 
-/// Calls `act` for the index of every file; one thread at a time for those of one directory, which the
-/// kernel locks for whoever changes it.
-pub(crate) fn in_turn<'a, R: Send>(
-    files: impl IntoIterator<Item = &'a str>,
-    act: impl Fn(usize) -> R + Sync,
-) -> Vec<R> {
-    let groups = group(files);
-    let done = threads::map_long(&groups, IO_THREADS, |group, judge| {
-        let one = |&index: &usize| {
-            let result = act(index);
-            judge();
-            (index, result)
-        };
-        group.indices.iter().map(one).collect::<Vec<_>>()
-    });
-    let mut done: Vec<_> = done.into_iter().flatten().collect();
-    done.sort_unstable_by_key(|(index, _)| *index);
-    done.into_iter().map(|(_, result)| result).collect()
+/// Some files of one directory, for one thread.
+pub(crate) struct Chunk<'c, F: Fs> {
+    /// The directory, or why it cannot be opened.
+    pub(crate) dir: &'c Io<F::Dir>,
+    /// Its path.
+    pub(crate) parent: &'c str,
+    /// The places of the files in the list of all.
+    pub(crate) indices: &'c [usize],
+    /// Held while the directory is changed: the kernel lets one in at a time, and what waits for it there
+    /// burns its core.
+    pub(crate) turn: &'c Mutex<()>,
+}
+
+/// So many files are changed in one turn.
+const CHUNK: usize = 64;
+
+impl<F: Fs> Store<F> {
+    /// Calls `act` for all files, in chunks of one directory each; results in order of the files.
+    ///
+    /// Chunks of different directories alternate, so that threads meet in one directory only if there is no
+    /// other work. No directory is opened in a place that `check` does not allow.
+    pub(crate) fn in_turn<R: Send>(
+        &self,
+        files: &[&str],
+        check: Check,
+        act: impl Fn(&Chunk<'_, F>) -> Vec<R> + Sync,
+    ) -> Vec<R> {
+        let groups = group(files.iter().copied());
+        let parents = open_parents(&self.fs, &self.dir, files.iter().copied(), check);
+        let turns: Vec<Mutex<()>> = groups.iter().map(|_| Mutex::default()).collect();
+        let mut chunks: Vec<(usize, &[usize], usize)> = Vec::new();
+        for (at, group) in groups.iter().enumerate() {
+            let parts = group.indices.chunks(CHUNK).enumerate();
+            chunks.extend(parts.map(|(round, indices)| (round, indices, at)));
+        }
+        chunks.sort_unstable_by_key(|(round, _, at)| (*round, *at));
+        let nowhere = Err(Errno::INVAL);
+        let done = threads::map(&chunks, IO_THREADS, |(_, indices, at)| {
+            let parent = groups[*at].parent;
+            act(&Chunk {
+                dir: parents.get(parent).unwrap_or(&nowhere),
+                parent,
+                indices,
+                turn: &turns[*at],
+            })
+        });
+        let mut results: Vec<Option<R>> = files.iter().map(|_| None).collect();
+        for ((_, indices, _), done) in chunks.iter().zip(done) {
+            for (index, result) in indices.iter().zip(done) {
+                results[*index] = Some(result);
+            }
+        }
+        let all = results.into_iter();
+        all.map(|result| result.expect("every file is in a chunk"))
+            .collect()
+    }
 }
 
 /// Which names are allowed; why not.

@@ -15,6 +15,7 @@ from prime_io import (
     Dispatcher,
     Environment,
     Episode,
+    OpenGroup,
     PayloadSegment,
     Policy,
     Progress,
@@ -77,6 +78,21 @@ def test_a_bad_episode_counts_as_an_errored_member(tmp_path: Path, kind: str) ->
         report, _ = await again.sink.load_state_dict(state)
         assert report.queued_kept == 1
         await again.sink.drain()
+
+    asyncio.run(main())
+
+
+def test_a_task_that_no_checkpoint_could_hold_is_left_out(tmp_path: Path) -> None:
+    """Bug: a worker that sent its task back with an array in it made every save fail."""
+
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        await bench.sink.add(bench.episode("g", task={"q": np.zeros(2)}))
+        state = bench.sink.state_dict({"g": OpenGroup("env", {"q": "g"}, 1, 2)})
+        [(_, group, members)] = msgspec.msgpack.decode(msgspec.msgpack.encode(state))["groups"]
+        assert group["task"] == {"q": "g"} and len(members) == 1
+        msgspec.msgpack.encode(bench.sink.state_dict({}))
+        await bench.sink.drain()
 
     asyncio.run(main())
 

@@ -12,12 +12,13 @@ from prime_io import _native
 from prime_io.checkpoint import CheckpointManager, CorruptCheckpointError
 from prime_io.lineage import prepare_resume
 from prime_io.manifest import Manifest, Pin, seal, unseal
+from prime_io.restore import saved_progress, sink_state
 from prime_io.store import PayloadStore
 from runs import both, payload, resume, save, straggle, trainer, tree
 
 
 def test_round_trip(manager: CheckpointManager, store: PayloadStore) -> None:
-    """DESIGN 7: a complete step gives back its state parts and names its pins and the missing."""
+    """Promise: a complete step gives back its state parts and names its pins and the missing."""
     kept, gone = payload(store, 1), payload(store, 2)
     store.reclaim([gone.file])
     report = save(manager, store, 3, [kept, gone, kept], state={"a": b"1", "b": b""})
@@ -101,7 +102,7 @@ def test_something_else_under_the_name_is_replaced(manager: CheckpointManager, s
 def test_damage_is_an_error_that_names_the_file(
     manager: CheckpointManager, store: PayloadStore, name: str, damage: str
 ) -> None:
-    """DESIGN 7: a torn, edited or missing state file or manifest is an error that names it."""
+    """Promise: a torn, edited or missing state file or manifest is an error that names it."""
     both(manager, store, 1, 2, segments=[payload(store, 1)])
     path = manager.run_dir / "checkpoints/step_2" / name
     data = bytearray(path.read_bytes())
@@ -130,6 +131,37 @@ def test_every_edited_byte_of_a_manifest_is_seen(manager: CheckpointManager, sto
             edited[at] ^= flip
             with pytest.raises(ValueError, match="m: "):
                 unseal(bytes(edited), "m", kind=Manifest)
+
+
+@pytest.mark.parametrize("where", ["before the seal", "sealed"])
+def test_a_deeply_nested_manifest_is_damaged(
+    manager: CheckpointManager, store: PayloadStore, where: str
+) -> None:
+    """Bug: a deeply nested manifest ended a resume with a RecursionError that named no file."""
+    both(manager, store, 1)
+    path = manager.run_dir / "checkpoints/step_1/orchestrator/manifest.json"
+    good = path.read_bytes()
+    deep = b"[" * 200_000
+    if where == "sealed":
+        body = good[: good.index(b',"files"')] + b',"pins":{"v0/x":{"more":' + deep + b"]" * 200_000 + b"}}"
+        path.write_bytes(body + b',"xxh3":"' + _native.xxh3(body).encode() + b'"}\n')
+    else:
+        path.write_bytes(b'{"more":' + deep)
+    fresh = CheckpointManager(run_dir=manager.run_dir)
+    assert fresh.latest() == (1 if where == "sealed" else None)
+    with pytest.raises(CorruptCheckpointError, match="not a manifest") as error:
+        fresh.load(1, store=store)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("part", ["progress", "sink", "queue"])
+@pytest.mark.parametrize("blob", [b"\x91" * 200_000 + b"\xc0", b"\xc1", b""])
+def test_a_part_that_is_something_else_is_a_sentence(part: str, blob: bytes) -> None:
+    """Bug: a part of the state that is torn or deeply nested was a bare msgspec error, or a RecursionError."""
+    parts = {"progress": b"\x80", "source": b"", "sink": b"\x80", "queue": b"\x90", part: blob}
+    with pytest.raises(ValueError, match=f"checkpoint 3: its '{part}' state .*resume from another step"):
+        sink_state(parts, step=3)
+        saved_progress(parts, step=3)
 
 
 def test_a_damaged_newest_step_is_told(
@@ -177,7 +209,7 @@ def test_load_a_step_that_is_not_there(manager: CheckpointManager, store: Payloa
 
 
 def test_only_a_newer_complete_step_is_the_latest(manager: CheckpointManager, store: PayloadStore) -> None:
-    """DESIGN 7: with one component committed, by whichever side, a step does not count."""
+    """Promise: with one component committed, by whichever side, a step does not count."""
     both(manager, store, 1)
     save(manager, store, 2)
     trainer(manager, 3)
@@ -187,7 +219,7 @@ def test_only_a_newer_complete_step_is_the_latest(manager: CheckpointManager, st
 
 
 def test_another_store_needs_a_path(manager: CheckpointManager, store: PayloadStore, tmp_path: Path) -> None:
-    """DESIGN 7: another store's uuid is an error, and path= brings state and pins into another run."""
+    """Promise: another store's uuid is an error, and path= brings state and pins into another run."""
     segments = [payload(store, n) for n in range(3)]
     both(manager, store, 4, segments=segments)
     prepare_resume(tmp_path / "other", None)
@@ -218,7 +250,7 @@ def test_a_run_can_be_moved(manager: CheckpointManager, store: PayloadStore, tmp
 
 
 def test_a_visible_component_is_never_written_over(manager: CheckpointManager, store: PayloadStore) -> None:
-    """DESIGN 7: a save that meets a visible component is an error, and the component stays."""
+    """Promise: a save that meets a visible component is an error, and the component stays."""
     both(manager, store, 1)
     with pytest.raises(FileExistsError, match="committed already"):
         save(manager, store, 1, state={"x": b"other"})
@@ -231,7 +263,7 @@ def test_a_visible_component_is_never_written_over(manager: CheckpointManager, s
 def test_an_invisible_component_is_moved_aside(
     run: Path, store: PayloadStore, manager: CheckpointManager
 ) -> None:
-    """DESIGN 7: a save that meets a component of a dead life moves it to abandoned/."""
+    """Promise: a save that meets a component of a dead life moves it to abandoned/."""
     both(manager, store, 1)
     life = manager.lineage.id
     store = resume(run, 1, store)
@@ -317,7 +349,7 @@ def test_options_are_checked_at_construction(run: Path, options: dict[str, objec
 
 
 def test_a_manifest_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DESIGN 10: a manifest beyond its limit is refused when it is written, not when it is needed."""
+    """Promise: a manifest beyond its limit is refused when it is written, not when it is needed."""
     monkeypatch.setattr("prime_io.manifest.MANIFEST_LIMIT", 2000)
     pins = {f"v0/{n}.safetensors": Pin(1, ("0" * 16,), "link") for n in range(100)}
     with pytest.raises(ValueError, match="above the limit"):

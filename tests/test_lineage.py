@@ -27,7 +27,7 @@ def test_a_resume_waits_for_nobody_who_still_owns_the_store(tmp_path: Path) -> N
 
 
 def test_visible_through_a_chain() -> None:
-    """DESIGN 7: visible = this life, or an ancestor at a step no later than any at which it was left."""
+    """Promise: visible = this life, or an ancestor at a step no later than any at which it was left."""
     chain = (Link("a", None), Link("b", 9), Link("c", 4), Link("d", 7))
     life = Lineage(Path("run"), chain)
     assert life.visible("d", 1_000_000)
@@ -50,6 +50,16 @@ def test_start_and_load(tmp_path: Path) -> None:
     assert json.loads((run / "LINEAGE").read_text())["format"] == 1
 
 
+def test_a_late_process_does_not_join_another_life(tmp_path: Path) -> None:
+    """Bug: a trainer that started late joined the newest lineage, whatever life it was launched for."""
+    first = prepare_resume(tmp_path, None)
+    assert Lineage.load(tmp_path, expected=first.id).id == first.id
+    second = prepare_resume(tmp_path, None)
+    with pytest.raises(LineageLeftError, match=f"in lineage {second.id}, .* launched for {first.id}"):
+        Lineage.load(tmp_path, expected=first.id)
+    assert Lineage.load(tmp_path, expected=second.id).id == second.id
+
+
 def test_load_without_a_start(tmp_path: Path) -> None:
     """Lineage.load says how to start a run that has none."""
     with pytest.raises(FileNotFoundError, match="prepare_resume"):
@@ -65,6 +75,8 @@ def test_load_without_a_start(tmp_path: Path) -> None:
         ('{"format": 1, "chain"', "torn"),
         ('{"format": 2, "lives": 3}', "format 2"),
         ('{"format": 1, "chain": []}', "chain"),
+        ('{"format": 1}', "torn or edited .*chain"),
+        ('{"format": 1, "chain": [], "more": ' + "[" * 200_000, "torn"),
         ('{"format": 1, "chain": [{"id": "a", "resumed_at": 3}]}', "chain"),
         ('{"format": 1, "chain": [{"id": "../a", "resumed_at": null}]}', "chain"),
         (

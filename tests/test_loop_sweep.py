@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loop import FIELD, Run, Trainer
 from prime_io import Episode, PayloadSegment, Rollout, prepare_resume
 from prime_io.sweep import GRACE_S
-from test_orchestrator import FIELD, Run, Trainer
 
 
 async def until(condition: Callable[[], bool], trainer: Trainer, seconds: float = 30) -> None:

@@ -90,7 +90,7 @@ def test_same_input_same_bytes(store: Store) -> None:
 
 
 def test_later_segments_win_and_gaps_are_filled(store: Store) -> None:
-    # Promise: DESIGN section 5: widening, narrower rows, later wins, fill, valid.
+    # Promise: widening, narrower rows, later wins, fill, valid.
     old = publish(store, x=np.full((10, 2), 7, np.uint8))["x"]
     new = publish(store, x=np.full((4, 3), 700, np.uint16))["x"]
     segments = [replace(old, pos=2), replace(new, pos=6)]

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from loop import FIELD, Run
 from mounts import Mounts, mounts_below
 from prime_io import CheckpointManager, Episode, Lineage, PayloadStore, Sample, Trace, prepare_resume
 from runs import both, payload, save
-from test_orchestrator import FIELD, Run
 
 KIB = 1024
 FIRST = 1
@@ -196,7 +196,7 @@ BLOCK = {"ext4": 1, "tmpfs": 4}
 def test_a_save_that_finds_no_room(
     mounts: Mounts, kind: str, pin: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """DESIGN 7: ENOSPC at any step of a save costs that save alone; holds are freed, the next one succeeds."""
+    """Promise: ENOSPC at any step of a save costs that save alone; holds are freed, the next one succeeds."""
     if kind == "ext4":
         disk = mounts.image("ext4", 16 << 20, "-b", "1024", "-m", "0", "-O", "^resize_inode")
     else:
@@ -226,7 +226,7 @@ def test_a_save_that_finds_no_room(
 
 @pytest.mark.parametrize("pin", ["link", "copy"])
 def test_a_save_that_finds_no_inode(mounts: Mounts, pin: str, caplog: pytest.LogCaptureFixture) -> None:
-    """DESIGN 7: running out of inodes, which on tmpfs links need too, costs one save at any of its steps."""
+    """Promise: running out of inodes, which on tmpfs links need too, costs one save at any of its steps."""
 
     async def main() -> set[str]:
         full = Full(mounts.tmpfs("size=16m,nr_inodes=2000"), pin=pin)
@@ -317,7 +317,7 @@ def test_rule_13_a_spill_without_room_is_asked_for_again(mounts: Mounts) -> None
 
 
 def test_a_trainers_commit_without_room(mounts: Mounts) -> None:
-    """DESIGN 7: ENOSPC in commit_component leaves the trainer's directory, and the same call works with room."""
+    """Promise: ENOSPC in commit_component leaves the trainer's directory, and the same call works with room."""
     disk = mounts.image("ext4", 16 << 20, "-b", "1024", "-m", "0", "-O", "^resize_inode")
     run, filler = disk / "run", Filler(disk)
     prepare_resume(run, None)

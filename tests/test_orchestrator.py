@@ -1,191 +1,24 @@
-"""The loop in one process, with a fake worker and a trainer thread on the real store: ship, save, resume, end."""
+"""The loop in one process: ship, save, resume, end."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from loop import Run, Trainer, soon, until_killed, until_the_end
 from prime_io import (
     CheckpointManager,
-    Dispatcher,
-    Environment,
-    Episode,
     Exchange,
-    FieldSpec,
-    Lineage,
     Orchestrator,
     PayloadStore,
-    Policy,
-    PolicySpan,
-    Progress,
-    Rollout,
-    Sample,
-    Trace,
-    TrainSink,
-    TrainSource,
-    load_batch,
     prepare_resume,
 )
-
-FIELD = "routed_experts"
-
-
-class Trainer(threading.Thread):
-    """Reads every batch to the last byte, publishes versions, commits its half, acknowledges."""
-
-    def __init__(self, run: Path, *, slower_than: Run | None = None, dies_after: int | None = None) -> None:
-        """`slower_than`: a step takes until that run has two batches queued."""
-        super().__init__(daemon=True)
-        self.run_dir, self.slower_than, self.dies_after = run, slower_than, dies_after
-        self.lineage = Lineage.load(run)
-        self.exchange = Exchange(self.lineage)
-        self.trained: dict[int, list[str]] = {}
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.train()
-        except BaseException as error:
-            self.error = error
-
-    def train(self) -> None:
-        store = PayloadStore(self.run_dir / "payloads", create=False)
-        manager = CheckpointManager(run_dir=self.run_dir)
-        step = committed = self.lineage.resumed_from or 0
-        self.exchange.publish_weights(step, {"weights": b"w"})
-        while (batch := self.exchange.wait_batch(step + 1, poll_s=0.002)) is not None:
-            for trace in load_batch(batch, store=store):
-                [sample] = trace.samples
-                rows, valid = store.gather(sample.payload, FIELD, 0, len(sample.token_ids) - 1, verify=True)
-                assert valid.all()
-                assert (rows == sample.token_ids[0] % 256).all(), "the payload of another trace"
-            while self.slower_than is not None and self.slower_than.sink.queued_batches < 2:
-                time.sleep(0.002)
-            step = batch.step
-            self.exchange.publish_weights(step, {"weights": b"w"})
-            if batch.checkpoint:
-                self.commit(manager, step)
-                committed = step
-            self.trained[step] = [trace.trace_id for trace in batch.traces]
-            self.exchange.acknowledge(step, "trainer")
-            if step == self.dies_after:
-                return
-        if step != committed:
-            self.commit(manager, step)
-
-    def commit(self, manager: CheckpointManager, step: int) -> None:
-        directory = manager.new_component_dir()
-        (directory / "model").write_bytes(b"w" * 100)
-        manager.commit_component(step, "trainer", directory)
-
-
-class Run:
-    """One life."""
-
-    def __init__(self, run: Path, *, max_steps: int, pin: Any = "link", **options: Any) -> None:
-        self.lineage = Lineage.load(run)
-        self.store = PayloadStore(run / "payloads", owner=True)
-        self.events: list[tuple[str, Mapping[str, Any]]] = []
-        self.progress, self.policy = Progress(), Policy()
-        self.source = TrainSource(envs=[Environment("env", list(range(40)), 4)], seed=3)
-        self.calls = 0
-        self.sink = TrainSink(
-            store=self.store,
-            progress=self.progress,
-            policy=self.policy,
-            group_size=4,
-            batch_size=8,
-            max_off_policy_steps=6,
-            fields={FIELD: FieldSpec(align="token-1")},
-            lineage=self.lineage.id,
-        )
-        self.dispatcher = Dispatcher(
-            source=self.source,
-            run_episode=self.run_episode,
-            policy=self.policy,
-            progress=self.progress,
-            max_inflight=13,
-            max_off_policy_steps=6,
-            lineage=self.lineage.id,
-        )
-        self.manager = CheckpointManager(run_dir=run, keep_last=2, pin=pin)
-        self.orchestrator = Orchestrator(
-            exchange=Exchange(self.lineage),
-            store=self.store,
-            source=self.source,
-            dispatcher=self.dispatcher,
-            sink=self.sink,
-            manager=self.manager,
-            progress=self.progress,
-            policy=self.policy,
-            max_steps=max_steps,
-            checkpoint_every=2,
-            on_event=lambda name, facts: self.events.append((name, facts)),
-            poll_s=0.002,
-            **options,
-        )
-
-    async def run_episode(self, rollout: Rollout) -> Episode:
-        self.calls += 1
-        number = self.calls
-        await asyncio.sleep(0.001 * (number % 7))
-        n, first = 10, (hash(rollout.group_id) + rollout.member) % 30000
-        rows = np.full((n - 1, 3, 2), first % 256, np.uint8)
-        segments = await asyncio.to_thread(self.store.write, {FIELD: rows}, version=rollout.dispatch_version)
-        name = f"{rollout.group_id}.{rollout.member}.{self.lineage.id[:6]}"
-        sample = Sample(
-            np.full(n, first, np.int32), np.arange(n) > 3, np.zeros(n, np.float32), list(segments.values())
-        )
-        version = PolicySpan(rollout.dispatch_version, rollout.dispatch_version)
-        return Episode(
-            name,
-            "env",
-            rollout.group_id,
-            rollout.task,
-            version,
-            rollout.dispatch_version,
-            [Trace(name, float(number % 3), [sample])],
-            lineage=rollout.lineage,
-        )
-
-    def of(self, name: str) -> list[Mapping[str, Any]]:
-        return [facts for event, facts in self.events if event == name]
-
-
-async def until_the_end(life: Run, trainer: Trainer) -> None:
-    trainer.start()
-    await life.orchestrator.run()
-    await asyncio.to_thread(trainer.join, 20)
-    assert trainer.error is None, trainer.error
-    await life.orchestrator.finish()
-
-
-async def until_killed(life: Run, trainer: Trainer) -> None:
-    """Run until the trainer has died, then drop everything without a word, as a kill does.
-
-    Not during a save: the files of the batches trained since its cut would still wait for it.
-    """
-    trainer.start()
-    running = asyncio.ensure_future(life.orchestrator.run())
-    while {"step": trainer.dies_after} not in life.of("trained") or life.orchestrator._saves:
-        assert trainer.error is None, trainer.error
-        assert not running.done() or running.result() is None
-        await asyncio.sleep(0.002)
-    running.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
-    await life.dispatcher.close()
-    await life.sink.drain()
-    life.store.close()
 
 
 def test_a_run_trains_every_step_and_leaves_nothing(tmp_path: Path) -> None:
@@ -302,34 +135,6 @@ def test_rule_15_stop_saves_where_the_run_is(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_rule_15_a_run_whose_last_step_cannot_be_saved_gives_nothing_up(tmp_path: Path) -> None:
-    """Bug: a failed save of the last step ended the run as if it were good, and its queue was drained."""
-
-    async def main() -> None:
-        prepare_resume(tmp_path, None)
-        life, trainer = Run(tmp_path, max_steps=3), Trainer(tmp_path)
-        trainer.start()
-        save, failing = life.manager._commit, True
-
-        def full(snapshot: Any, store: Any) -> Any:
-            if failing and snapshot.step == 3:
-                raise OSError(28, "No space left on device", "checkpoints")
-            return save(snapshot, store)
-
-        life.manager._commit = full  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match="step 3 could not be saved"):
-            await life.orchestrator.run()
-        assert life.manager.failed_saves == 2, "the cut's own save and one more try"
-        assert life.sink.queued and life.sink.ledger.files() <= {f for f, *_ in life.store.native.scan()}
-        life.orchestrator._exchange.say_stop(3)
-        await asyncio.to_thread(trainer.join, 20)
-        await life.dispatcher.close()
-        await life.sink.drain()
-        life.store.close()
-
-    asyncio.run(main())
-
-
 def test_rule_14_shipping_waits_for_the_policy(tmp_path: Path) -> None:
     """Rule 14: batch s ships only at policy >= s - 1 - max_lead, and the queue does not grow without end."""
 
@@ -377,30 +182,6 @@ def test_an_extended_run_resumes_from_its_last_step(tmp_path: Path, pin: str) ->
         second.store.close()
 
     asyncio.run(main())
-
-
-def test_a_retention_that_fails_does_not_end_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Bug: an EIO while old checkpoints were looked through ended the run, though its saves were good."""
-
-    async def main() -> None:
-        prepare_resume(tmp_path, None)
-        life, trainer = Run(tmp_path, max_steps=8), Trainer(tmp_path)
-        retain, errors = life.manager.apply_retention, [OSError(5, "Input/output error"), ValueError("torn")]
-
-        async def failing() -> Any:
-            if errors:
-                raise errors.pop()
-            return await retain()
-
-        life.manager.apply_retention = failing  # type: ignore[method-assign]
-        await until_the_end(life, trainer)
-        assert not errors and life.manager.steps() == [6, 8]
-        life.store.close()
-
-    asyncio.run(main())
-    assert "Input/output error" in caplog.text and "torn" in caplog.text
 
 
 def test_finish_waits_for_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,6 +233,119 @@ def test_nothing_of_dead_processes_is_left(tmp_path: Path) -> None:
         assert list(tmp_path.glob(".tmp-*"))
         await until_the_end(life, trainer)
         assert not list(tmp_path.glob(".tmp-*"))
+        life.store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"checkpoint_every": 0}, "checkpoint_every=0"),
+        ({"max_steps": 0}, "max_steps=0"),
+        ({"readers": ()}, "somebody has to read"),
+    ],
+)
+def test_options_of_the_orchestrator_are_checked(tmp_path: Path, options: dict[str, Any], why: str) -> None:
+    """Promise: a wrong option is a ValueError at construction, in words."""
+    prepare_resume(tmp_path, None)
+    life = Run(tmp_path, max_steps=1)
+    settings: dict[str, Any] = {
+        "exchange": Exchange(life.lineage),
+        "store": life.store,
+        "source": life.source,
+        "dispatcher": life.dispatcher,
+        "sink": life.sink,
+        "manager": life.manager,
+        "progress": life.progress,
+        "policy": life.policy,
+        "max_steps": 1,
+        "checkpoint_every": 1,
+    }
+    Orchestrator(**settings)
+    with pytest.raises(ValueError, match=why):
+        Orchestrator(**(settings | options))
+    life.store.close()
+
+
+@pytest.mark.parametrize("size", [{"other": 4}, {"env": 8}])
+def test_environments_need_the_group_size_that_they_are_drawn_with(
+    tmp_path: Path, size: dict[str, int]
+) -> None:
+    """Bug: an environment that the sink had no (or another) group size for was sampled for ever and never scored."""
+    prepare_resume(tmp_path, None)
+    life = Run(tmp_path, max_steps=1)
+    life.sink._group_size = size
+    with pytest.raises(
+        ValueError, match=r"'env' draws groups of 4, and the sink's group_size for it is (None|8)"
+    ):
+        Orchestrator(
+            exchange=Exchange(life.lineage),
+            store=life.store,
+            source=life.source,
+            dispatcher=life.dispatcher,
+            sink=life.sink,
+            manager=life.manager,
+            progress=life.progress,
+            policy=life.policy,
+            max_steps=1,
+            checkpoint_every=1,
+        )
+    life.store.close()
+
+
+def test_links_are_tried_at_start_and_with_the_first_payload_of_a_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Promise: whether links work is tried for real, at start and on the first file of another; one line each."""
+    caplog.set_level("INFO", "prime_io.checkpoint")
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life, trainer = Run(tmp_path, max_steps=3), Trainer(tmp_path)
+        tried: list[str | None] = []
+        probe = life.manager.link_probe
+
+        def link_probe(store: PayloadStore, file: str | None = None) -> bool:
+            tried.append(file)
+            if len(tried) == 2:
+                assert file is not None
+                os.unlink(tmp_path / "payloads" / file)  # gone meanwhile: the next one is tried
+            return probe(store, file)
+
+        life.manager.link_probe = link_probe  # type: ignore[method-assign]
+        trainer.start()
+        running = asyncio.ensure_future(life.orchestrator.run())
+        await soon(lambda: len(tried) >= 3)
+        assert tried[0] is None and all(tried[1:])
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await life.dispatcher.close()
+        await life.sink.drain()
+        life.orchestrator._exchange.say_stop(0)
+        await asyncio.to_thread(trainer.join, 20)
+        assert len(tried) == 3
+        assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
+        life.store.close()
+
+    asyncio.run(main())
+    lines = [r.getMessage() for r in caplog.records if "are pinned by hard links" in r.getMessage()]
+    assert [line.partition(" of ")[0] for line in lines] == ["payloads", "workers' files"]
+
+
+def test_version_directories_that_are_empty_go_with_a_full_sweep(tmp_path: Path) -> None:
+    """Promise: after a sweep in which nobody writes, directories of versions below every live one do not stay."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life, trainer = Run(tmp_path, max_steps=6), Trainer(tmp_path)
+        (tmp_path / "payloads/v1").mkdir()
+        (tmp_path / "payloads/v1/notes").write_text("of a person")
+        await until_the_end(life, trainer)
+        versions = life.store.versions()
+        assert 1 in versions and all(version in (1, life.policy.version) for version in versions)
+        assert (tmp_path / "payloads/v1/notes").exists()
         life.store.close()
 
     asyncio.run(main())

@@ -83,7 +83,7 @@ def test_exdev_of_another_filesystem(
 def test_exdev_between_two_mounts_of_one_filesystem(
     tmp_path: Path, mounts: Mounts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Promise: RELIABILITY F11, two bind mounts with one st_dev do not link: it is tried, not concluded."""
+    """Promise: two bind mounts with one st_dev do not link: it is tried, not concluded."""
     root = mounts.bind(tmp_path / "elsewhere")
     assert root.stat().st_dev == tmp_path.stat().st_dev
     round_trip(tmp_path / "run", root / "payloads", copied=True, back="copied")
@@ -221,7 +221,7 @@ def test_eperm_of_another_users_file(shared: Shared, group_writable: bool) -> No
         manager = CheckpointManager(run_dir=run, on_save_error="raise")
         store = PayloadStore(root, owner=True, group_writable=group_writable)
         own = payload(store, 2)
-        probe = manager.link_probe(store)
+        probe, theirs = manager.link_probe(store), manager.link_probe(store, segment.file)
         report = save(manager, store, 1, [segment, own])
         assert report is not None
         trainer(manager, 1)
@@ -232,6 +232,7 @@ def test_eperm_of_another_users_file(shared: Shared, group_writable: bool) -> No
         return {
             "uid": os.getuid(),
             "probe": probe,
+            "theirs": theirs,
             "copied": report.copied,
             "how": how_pinned(manager, 1)[segment.file],
             "own": how_pinned(manager, 1)[own.file],
@@ -244,6 +245,8 @@ def test_eperm_of_another_users_file(shared: Shared, group_writable: bool) -> No
     assert answer["uid"] != 0 and answer["rows"] == [7]
     # A trial link of an own file works: only the first file of somebody else tells.
     assert answer["probe"] and answer["own"] == "link"
+    assert answer["theirs"] is group_writable
+    assert any("group_writable=True" in line for line in answer["told"]) == (not group_writable)
     assert answer["how"] == ("link" if group_writable else "copy")
     assert answer["copied"] == (0 if group_writable else 1)
     # The copy belongs to the orchestrator, so it may be linked on the way back.

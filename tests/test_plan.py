@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import json
 import os
 import random
@@ -15,12 +16,13 @@ from typing import Any
 import msgspec
 import pytest
 
+import prime_io
+from loop import Run, Trainer, until_killed
 from prime_io import CheckpointManager, PayloadStore, Progress, RestoreReport, Snapshot, prepare_resume
 from prime_io.cli import main
 from prime_io.plan import plan
 from prime_io.restore import sink_state
 from runs import save, straggle, trainer
-from test_orchestrator import Run, Trainer, until_killed
 from work import SPECS, Bench
 
 STEP = 7
@@ -372,6 +374,15 @@ def test_a_step_that_is_not_complete_is_refused(tmp_path: Path, capsys: pytest.C
     saved = Saved(tmp_path / "run")
     assert main(["plan", str(saved.run), "--step", "99"]) == 1
     assert f"those are [{STEP}]" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """Promise: `prime-io --version` and `prime_io.__version__` are what pip knows."""
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    version = importlib.metadata.version("prime-io")
+    assert capsys.readouterr().out == f"prime-io {version}\n" and prime_io.__version__ == version
 
 
 def test_the_command_is_there(tmp_path: Path) -> None:

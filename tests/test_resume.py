@@ -12,13 +12,19 @@ import msgspec
 import pytest
 
 from prime_io import (
+    Dispatcher,
+    Environment,
+    Episode,
     GroupCancellation,
     Ledger,
     OpenGroup,
     PayloadSegment,
     Policy,
     Progress,
+    Rollout,
     StoredEpisode,
+    TaskRequest,
+    TrainSource,
     missing_rollouts,
     pin_set,
     survivors,
@@ -52,7 +58,7 @@ def test_ledger_frees_a_file_with_its_last_holder() -> None:
     other = ledger.hold([segment("v2/b")])
     ledger.ship(1, work)
     assert ledger.oldest_version() == 1
-    assert ledger.untrained_steps == [1]
+    assert ledger.files() == {"v1/a", "v2/b"}
     ledger.trained(1)
     ledger.trained(1)
     assert ledger.take_free() == ["v1/a"]
@@ -90,7 +96,7 @@ def test_ledger_sees_to_many_files_piece_by_piece() -> None:
     for i in range(n):
         ledger.ship(1 + i % 2, ledger.hold([segment(f"v{i % 2}/{i}")]))
     ledger.trained(1)
-    assert len(ledger) == n - Ledger.AT_ONCE and ledger.untrained_steps == [2]
+    assert len(ledger) == n - Ledger.AT_ONCE
     waiting = ledger.open_snapshot()
     ledger.trained(2)
     first = ledger.take_free(10)
@@ -218,6 +224,33 @@ def test_rule_03_restore_drops_what_is_gone_and_keeps_the_rest(tmp_path: Path) -
     asyncio.run(main())
 
 
+def test_rule_04_siblings_of_a_lost_trace_keep_their_advantages(tmp_path: Path) -> None:
+    """Rule 4: when one trace of a group is lost at a restore, the others are trained with what they were given."""
+
+    async def main() -> None:
+        bench = Bench(tmp_path, group_size=3, batch_size=2)
+        names = [f"g/{i}" for i in range(3)]
+        for reward, name in enumerate(names):
+            await bench.sink.add(bench.episode("g", name=name, reward=float(reward**2)))
+        state = state_of(bench)
+        work = {w.trace_id: w for w in bench.sink.work()}  # type: ignore[union-attr]
+        given = {name: [s.advantage for s in w.samples] for name, w in work.items()}
+        assert len({tuple(a) for a in given.values()}) == 3
+        for s in work["g/1"].samples[0].payload:
+            (tmp_path / s.file).unlink()
+        again, report, requests = await restart(bench, state, group_size=3, batch_size=2)
+        assert report.queued_missing == 1 and not requests
+        batch = again.sink.take_batch()
+        assert batch is not None
+        assert {t.trace_id: [s.advantage for s in t.samples] for t in batch.traces} == {
+            name: given[name] for name in ("g/0", "g/2")
+        }
+        assert not again.results, "the group was scored, and is not a second time"
+        await again.sink.drain()
+
+    asyncio.run(main())
+
+
 def test_rule_03_a_gone_optional_field_is_removed_from_its_sample(tmp_path: Path) -> None:
     """Rule 3: losing an optional field costs the field, not the trace."""
 
@@ -280,6 +313,40 @@ def test_rule_04_open_groups_ask_for_exactly_what_is_missing(tmp_path: Path) -> 
             await again.sink.add(again.episode("g"))
         assert again.sink.queued == 4
         await again.sink.drain()
+
+    asyncio.run(main())
+
+
+def test_rule_04_a_group_without_results_goes_on_with_new_member_numbers(tmp_path: Path) -> None:
+    """Bug: a group dispatched before the cut, without a result yet, numbered its members from 0 after a resume."""
+
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        source = TrainSource(envs=[Environment("env", [{"q": 1}], 2)], seed=0)
+
+        async def never(rollout: Rollout) -> Episode:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        dispatcher = Dispatcher(
+            source=source,
+            run_episode=never,
+            policy=bench.policy,
+            progress=bench.progress,
+            max_inflight=2,
+            max_off_policy_steps=4,
+        )
+        dispatcher.pump()
+        state = msgspec.msgpack.decode(
+            msgspec.msgpack.encode(bench.sink.state_dict(dispatcher.open_train_groups()))
+        )
+        await dispatcher.close()
+        again, _, requests = await restart(bench, state)
+        assert requests == [TaskRequest("env", {"q": 1}, 1, 2, "env-000000", first_member=2)]
+        # Nor does the life after: what was asked for is known to the dispatcher alone.
+        state = state_of(again)
+        _, _, requests = await restart(again, state)
+        assert [request.first_member for request in requests] == [4]
 
     asyncio.run(main())
 

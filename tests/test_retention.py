@@ -36,7 +36,7 @@ def retain(m: CheckpointManager) -> RetentionReport:
 def test_what_is_chosen(
     made: dict[int, bool], keep_last: int, keep_every: int | None, resumed_from: int | None
 ) -> None:
-    """DESIGN 7: keep_last, keep_every, the newest complete, the one resumed from and newer ones stay."""
+    """Promise: keep_last, keep_every, the newest complete, the one resumed from and newer ones stay."""
     steps = {n: Step(n, complete) for n, complete in made.items()}
     doomed = set(choose(steps, keep_last=keep_last, keep_every=keep_every, resumed_from=resumed_from))
     complete = sorted(n for n in made if made[n])
@@ -52,7 +52,7 @@ def test_what_is_chosen(
 
 
 def test_keep_last_and_keep_every(run: Path, store: PayloadStore) -> None:
-    """DESIGN 7: complete steps beyond keep_last and keep_every go, with their pins."""
+    """Promise: complete steps beyond keep_last and keep_every go, with their pins."""
     m = manager(run, keep_last=2, keep_every=4)
     both(m, store, *range(1, 10), segments=[payload(store, 1)])
     assert retain(m).removed == (1, 2, 3, 5, 6, 7)
@@ -77,7 +77,7 @@ def test_killed_between_the_halves(run: Path, store: PayloadStore) -> None:
 
 
 def test_incomplete_steps(run: Path, store: PayloadStore) -> None:
-    """DESIGN 7: incomplete steps go once a newer one is complete, not before."""
+    """Promise: incomplete steps go once a newer one is complete, not before."""
     m = manager(run, keep_last=3)
     save(m, store, 1)
     trainer(m, 2)
@@ -89,7 +89,7 @@ def test_incomplete_steps(run: Path, store: PayloadStore) -> None:
 
 
 def test_ancestors_count_and_the_step_resumed_from_stays(run: Path, store: PayloadStore) -> None:
-    """DESIGN 7: ancestors count, the step resumed from stays, abandoned/ goes once this life has a step."""
+    """Promise: ancestors count, the step resumed from stays, abandoned/ goes once this life has a step."""
     m = manager(run)
     both(m, store, 1, 2, 3, 4, 5)
     life = m.lineage

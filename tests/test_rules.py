@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from loop import Run, Trainer, until_killed, until_the_end
 from prime_io import (
     CheckpointManager,
     Episode,
@@ -20,7 +21,6 @@ from prime_io import (
     load_batch,
     prepare_resume,
 )
-from test_orchestrator import Run, Trainer, until_killed, until_the_end
 from work import Bench
 
 BATCH, GROUP = 8, 4
@@ -45,6 +45,55 @@ async def give_up(life: Run, running: asyncio.Future[Any]) -> None:
     await life.dispatcher.close()
     await life.sink.drain()
     life.store.close()
+
+
+# --- 8
+
+
+@pytest.mark.parametrize("reason", ["overload", "stale"])
+def test_rule_08_what_is_cancelled_in_flight_releases(tmp_path: Path, reason: str) -> None:
+    """Rule 8, overload and stale in flight: counted by that name; the members that came are scored or dropped, and no
+    file of the group stays."""
+
+    async def main() -> None:
+        prepare_resume(tmp_path, None)
+        life = Run(tmp_path, max_steps=50)
+        written = asyncio.Event()
+
+        async def run_episode(rollout: Rollout) -> Episode:
+            episode = await Run.run_episode(life, rollout)
+            if rollout.member < 2:
+                return episode
+            written.set()
+            await asyncio.Event().wait()  # its payload is there, and nobody will ever hear of it
+            return episode
+
+        life.dispatcher._run_episode = run_episode
+        life.dispatcher.set_limit(GROUP)
+        life.dispatcher.pump()
+        for _ in range(2):
+            result = await life.dispatcher.next_result()
+            assert isinstance(result, Episode)
+            await life.sink.add(result)
+        await written.wait()
+        if reason == "overload":
+            assert life.dispatcher.cancel_inflight(1) == 2
+        else:
+            life.progress.step = 9
+            life.dispatcher.on_version_pending(8)
+        cancellation = await life.dispatcher.next_result()
+        assert isinstance(cancellation, GroupCancellation) and cancellation.reason == reason
+        await life.sink.cancel(cancellation)
+        assert life.sink.counters[f"cancelled_{reason}"] == 2
+        assert life.sink.counters["stale_members"] == (2 if reason == "stale" else 0)
+        assert not life.sink.open_groups and not life.dispatcher.open_train_groups()
+        assert life.sink.queued == (2 if reason == "overload" else 0)
+        await life.orchestrator.finish()
+        assert not [kind for *_, kind in life.store.native.scan() if kind == "payload"]
+        assert len(life.sink.ledger) == 0
+        life.store.close()
+
+    asyncio.run(main())
 
 
 # --- 9

@@ -62,7 +62,7 @@ def test_a_snapshot_holds_bytes_only() -> None:
 
 
 def test_one_save_at_a_time_in_order(manager: CheckpointManager, store: PayloadStore) -> None:
-    """DESIGN 7: one save in flight, later ones wait their turn, and the loop goes on meanwhile."""
+    """Promise: one save in flight, later ones wait their turn, and the loop goes on meanwhile."""
     running: list[int] = []
     inner = manager._commit
     seen: list[list[int]] = []
@@ -115,7 +115,7 @@ def test_a_cancelled_caller_leaves_a_whole_save(manager: CheckpointManager, stor
 
 @pytest.mark.parametrize("mode", ["link", "copy", "skip"])
 def test_pin_modes(run: Path, store: PayloadStore, mode: str) -> None:
-    """DESIGN 7 and rule 13: pin="copy" shares no inode, "skip" pins nothing, spills are always linked."""
+    """Promise and rule 13: pin="copy" shares no inode, "skip" pins nothing, spills are always linked."""
     m = CheckpointManager(run_dir=run, pin=mode, on_save_error="raise")  # type: ignore[arg-type]
     segment, spill, shared = payload(store, 1), payload(store, 2), payload(store, 3)
     both(m, store, 1, segments=[segment, shared], spills=[spill, shared])
@@ -146,7 +146,7 @@ def test_links_are_tried_for_real(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """DESIGN 7: whether links work is tried, and one log line says so."""
+    """Promise: whether links work is tried, and one log line says so."""
     caplog.set_level(logging.INFO, "prime_io.checkpoint")
     assert manager.link_probe(store)
     assert len(caplog.records) == 1 and "hard links" in caplog.text
@@ -166,7 +166,7 @@ def test_bytes_that_could_not_be_synced_are_lost(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """RELIABILITY F6: a payload whose fsync failed is missing from the checkpoint; the save goes on."""
+    """Promise: a payload whose fsync failed is missing from the checkpoint; the save goes on."""
     good, bad = payload(store, 1), payload(store, 2)
 
     def sync(files: list[str]) -> list[OSError | None]:
@@ -181,12 +181,26 @@ def test_bytes_that_could_not_be_synced_are_lost(
 def test_an_error_that_says_nothing_of_the_bytes_fails_the_save(
     manager: CheckpointManager, store: PayloadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DESIGN 6: EACCES or EMFILE is never reported as missing."""
+    """Promise: EACCES or EMFILE is never reported as missing."""
     segment = payload(store, 1)
     with monkeypatch.context() as patch:
         patch.setattr(store, "sync", lambda files: [OSError(24, "too many open files", f) for f in files])
         with pytest.raises(OSError, match="too many"):
             save(manager, store, 1, [segment])
+    report = save(manager, store, 1, [segment])
+    assert report is not None and report.pinned == 1
+
+
+def test_an_answer_of_a_sync_that_is_no_os_error_fails_the_save(
+    manager: CheckpointManager, store: PayloadStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: a name that the engine refuses is a mistake somewhere, not a payload that is missing."""
+    segment = payload(store, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "sync", lambda files: [ValueError("not a payload's name") for _ in files])
+        with pytest.raises(ValueError, match="not a payload's name"):
+            save(manager, store, 1, [segment])
+    assert manager.steps() == [] and not list((manager.run_dir / "checkpoints").iterdir())
     report = save(manager, store, 1, [segment])
     assert report is not None and report.pinned == 1
 
@@ -201,7 +215,7 @@ def test_a_failed_save_leaves_the_run_as_it_was(
     policy: str,
     where: str,
 ) -> None:
-    """DESIGN 7: a failed save is logged, counted and removed; older steps stay, and the run goes on."""
+    """Promise: a failed save is logged, counted and removed; older steps stay, and the run goes on."""
     m = CheckpointManager(run_dir=run, on_save_error=policy)  # type: ignore[arg-type]
     segments = [payload(store, 1)]
     both(m, store, 1, segments=segments)
@@ -242,7 +256,7 @@ def test_a_failed_save_leaves_the_run_as_it_was(
 def test_a_save_that_fails_after_its_rename_never_counts(
     manager: CheckpointManager, store: PayloadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DESIGN 7: a save that fails after its rename goes to trash: the power cut might have taken it."""
+    """Promise: a save that fails after its rename goes to trash: the power cut might have taken it."""
     both(manager, store, 1)
 
     class Late:
@@ -289,7 +303,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """DESIGN 7: ENOSPC in a save leaves older steps and no temporary; with room again the next one works."""
+    """Promise: ENOSPC in a save leaves older steps and no temporary; with room again the next one works."""
     run = small_disk / "run"
     prepare_resume(run, None)
     m = CheckpointManager(run_dir=run)
@@ -306,7 +320,7 @@ def test_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None
 def test_a_store_on_another_filesystem_is_copied(
     small_disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """DESIGN 7: where links do not reach, pins are copies, and so is the way back."""
+    """Promise: where links do not reach, pins are copies, and so is the way back."""
     run = tmp_path / "run"
     prepare_resume(run, None)
     m = CheckpointManager(run_dir=run, on_save_error="raise")

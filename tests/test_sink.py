@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,12 +14,15 @@ from prime_io import (
     Episode,
     GroupCancellation,
     OpenGroup,
+    PayloadStore,
     Policy,
     Progress,
     TaskRequest,
     Trace,
+    TrainBatch,
     load_batch,
 )
+from prime_io.sink import EpisodeRefusedError
 from work import FIELD, Bench
 
 
@@ -67,6 +71,89 @@ def test_a_batch_loads_what_was_added(tmp_path: Path) -> None:
             assert valid.all()
         assert [t.samples[0].advantages for t in load_batch(again, store=bench.store)] == [-1.0, 1.0]
         await bench.sink.drain()
+
+    run(main())
+
+
+def test_rule_12_a_packed_batch_is_the_batch(tmp_path: Path) -> None:
+    """Rule 12: what the loop takes without decoding it is, byte for byte, the batch; and progress counts the same."""
+
+    async def main() -> None:
+        one, other = Bench(tmp_path / "one"), Bench(tmp_path / "other")
+        for bench in (one, other):
+            for group in ("g", "h"):
+                for i in range(2):
+                    await bench.sink.add(
+                        bench.episode(group, name=f"{group}/{i}", payload=False, reward=float(i))
+                    )
+        packed = one.sink.take_packed()
+        assert packed is not None
+        decoded = msgspec.msgpack.decode(packed.encode(), type=TrainBatch)
+        assert msgspec.msgpack.encode(decoded) == packed.encode()
+        assert [t.trace_id for t in decoded.traces] == packed.trace_ids == ["g/0", "g/1"]
+        assert decoded.files == packed.files == sorted({s.file for t in decoded.traces for s in t.segments()})
+        batch = other.sink.take_batch()
+        assert batch is not None and [t.trace_id for t in batch.traces] == packed.trace_ids
+        assert one.progress == other.progress == Progress(2, 24, 2, 1)
+        for bench in (one, other):
+            await bench.sink.drain()
+
+    run(main())
+
+
+def test_rule_12_a_large_group_is_queued_in_turns_and_in_one_instant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules 2 and 12: others get their turn while a group is made ready, and see it open and whole, or queued."""
+
+    async def main() -> None:
+        monkeypatch.setattr("prime_io.sink._PREPARED_TOGETHER", 2)
+        bench = Bench(tmp_path, group_size=12)
+        for i in range(11):
+            await bench.sink.add(bench.episode("g", payload=False, reward=float(i)))
+        ready, seen = bench.sink._ready, list[tuple[int, int]]()
+
+        def look(*args: Any) -> Any:
+            asyncio.get_running_loop().call_soon(note)
+            return ready(*args)
+
+        def note() -> None:
+
+            state = bench.sink.state_dict({})
+            seen.append((len(state["queue"]), sum(len(members) for _, _, members in state["groups"])))
+
+        monkeypatch.setattr(bench.sink, "_ready", look)
+        await bench.sink.add(bench.episode("g", payload=False, reward=99.0))
+        assert set(seen) <= {(0, 12), (12, 0)} and seen.count((0, 12)) >= 8
+        assert bench.sink.queued == 12
+        await bench.sink.drain()
+
+    run(main())
+
+
+def test_rule_08_a_run_that_ends_while_a_group_is_made_ready_keeps_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 8: cancelled between two traces of a group, their files are given up with it."""
+
+    async def main() -> None:
+        monkeypatch.setattr("prime_io.sink._PREPARED_TOGETHER", 1)
+        bench = Bench(tmp_path, group_size=4)
+        for i in range(3):
+            await bench.sink.add(bench.episode("g", reward=float(i)))
+        ready = bench.sink._ready
+
+        def cancel(*args: Any) -> Any:
+            adding.cancel()
+            return ready(*args)
+
+        monkeypatch.setattr(bench.sink, "_ready", cancel)
+        adding = asyncio.ensure_future(bench.sink.add(bench.episode("g", reward=9.0)))
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+        assert bench.sink.queued == 0 and len(bench.sink.open_groups["g"].members) == 4
+        await bench.sink.discard_all()
+        assert len(bench.sink.ledger) == 0 and not bench.files()
 
     run(main())
 
@@ -166,6 +253,43 @@ def test_rule_08_every_way_out_releases(tmp_path: Path, kind: str) -> None:
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"batch_size": None}, "exactly one of"),
+        ({"token_batch_size": 5}, "exactly one of"),
+        ({"batch_size": 0}, "a batch of 0 cannot be filled"),
+        ({"batch_size": None, "token_batch_size": -1}, "a batch of -1 cannot be filled"),
+        ({"group_size": 0}, "group_size=0"),
+        ({"group_size": {}}, "every environment needs one"),
+        ({"group_size": {"env": 4, "other": 0}}, "every environment needs one"),
+    ],
+)
+def test_options_are_checked_at_construction(tmp_path: Path, options: dict[str, Any], why: str) -> None:
+    """Promise: a wrong option is a ValueError when the sink is made, in words."""
+    with PayloadStore(tmp_path, owner=True) as store:
+        Bench.sink_of(store)
+        with pytest.raises(ValueError, match=why):
+            Bench.sink_of(store, **options)
+    with PayloadStore(tmp_path) as store, pytest.raises(ValueError, match="owner=True"):
+        Bench.sink_of(store)
+
+
+def test_an_environment_without_a_group_size_is_named(tmp_path: Path) -> None:
+    """Bug: a cancellation of an environment without a group size was a bare KeyError; an episode of it is refused."""
+
+    async def main() -> None:
+        bench = Bench(tmp_path, group_size={"env": 2})
+        with pytest.raises(EpisodeRefusedError, match=r"'other' has no group_size \(there are \['env'\]\)"):
+            await bench.sink.add(bench.episode("g", env_name="other"))
+        with pytest.raises(ValueError, match="'other' has no group_size"):
+            await bench.sink.cancel(GroupCancellation("other", "g", 1, "stale"))
+        await bench.sink.drain()
+        assert not bench.files() and not bench.sink.open_groups
+
+    run(main())
+
+
 def test_truncated_samples_release_what_they_do_not_need(tmp_path: Path) -> None:
     """Rule 8, truncated: a sample is cut to seq_len with its payload; a file beyond it is reclaimed."""
 
@@ -232,6 +356,59 @@ def test_rule_05_a_group_never_takes_more_than_its_target(tmp_path: Path) -> Non
         assert sum(isinstance(r, ValueError) for r in results) == 1
         assert bench.sink.queued == 2
         await bench.sink.drain()
+
+    run(main())
+
+
+def test_rule_05_a_group_cancelled_while_an_add_is_pending_is_scored_once(tmp_path: Path) -> None:
+    """Bug: cancelling more members while one was being spilled scored the group, and a second time with that one."""
+
+    async def main() -> None:
+        held = asyncio.Event()
+
+        async def wait(episode: Episode) -> None:
+            await held.wait()
+
+        bench = Bench(tmp_path, score_episode=wait)
+        adding = [asyncio.ensure_future(bench.sink.add(bench.episode("g"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        await bench.sink.cancel(GroupCancellation("env", "g", 2, "overload"))
+        assert not bench.forgotten, "two of its members are on their way"
+        held.set()
+        await asyncio.gather(*adding)
+        assert bench.forgotten == ["g"] and len(bench.results) == 1
+        assert bench.sink.queued == 2 and bench.sink.counters["owed"] == 2
+        await bench.sink.drain()
+
+    run(main())
+
+
+def test_rule_05_a_spill_that_fails_in_a_cancelled_group_asks_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a group cancelled while its last member's spill failed asked for a rollout that nobody waited for."""
+
+    async def main() -> None:
+        bench = Bench(tmp_path)
+        episode, held = bench.episode("g"), asyncio.Event()
+
+        async def wait(episode: Episode) -> None:
+            await held.wait()
+
+        bench.sink._score_episode = wait
+        adding = asyncio.ensure_future(bench.sink.add(episode))
+        await asyncio.sleep(0)
+        await bench.sink.cancel(GroupCancellation("env", "g", 2, "overload"))
+
+        def full(*args: object, **kwargs: object) -> object:
+            raise OSError(28, "No space left on device", "v0")
+
+        monkeypatch.setattr(bench.store, "write", full)
+        held.set()
+        await adding
+        assert not bench.sink.requests and bench.forgotten == ["g"] and not bench.sink.open_groups
+        await bench.sink.drain()
+        assert not bench.files()
 
     run(main())
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import numpy as np
 import pytest
 
 from prime_io import Environment, TaskRequest, TrainSource, decode_state, encode_state
@@ -69,6 +72,31 @@ def test_an_unknown_format_is_a_clear_sentence() -> None:
     """State of another format version is refused with what to do."""
     with pytest.raises(ValueError, match="format 7; this version of prime-io reads 1"):
         TrainSource(envs=ENVS, seed=0).load_state_dict({"format": 7})
+
+
+@pytest.mark.parametrize("broken", [{"drawn": None}, {"rng": "[]"}, {"rng": "[3,[1],null]"}, {"rng": None}])
+def test_a_state_that_is_not_complete_is_a_clear_sentence(broken: dict[str, Any]) -> None:
+    """Bug: a source state with a part missing or torn was a KeyError, and half of it was taken."""
+    source = TrainSource(envs=ENVS, seed=0)
+    draw(source, 3)
+    state = source.state_dict()
+    fresh = TrainSource(envs=ENVS, seed=0)
+    for bad in (state | broken, {name: value for name, value in state.items() if name not in broken}):
+        with pytest.raises(ValueError, match=r"source state is not complete .*; resume from another step"):
+            fresh.load_state_dict(bad)
+    assert draw(fresh, 3) == draw(TrainSource(envs=ENVS, seed=0), 3)
+
+
+def test_a_task_that_cannot_travel_is_an_error_where_it_is_drawn() -> None:
+    """Bug: a task with an array failed the first checkpoint, and a tuple came back from it as a list."""
+    for task, why in (
+        ({"q": [1, (2, 3)]}, r"TaskRequest env-000000: task.q\[1\] is a tuple; .* use a list"),
+        ({"x": np.zeros(2)}, "task.x is a numpy.ndarray; allowed are None, bool, int"),
+        (1 << 64, "task is an int beyond 64 bits"),
+        ({"x": object()}, "task.x is a object"),
+    ):
+        with pytest.raises(TypeError, match=why):
+            TrainSource(envs=[Environment("env", [task], 2)], seed=0).next_task(1)
 
 
 def test_environments_are_checked_at_construction() -> None:

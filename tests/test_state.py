@@ -69,10 +69,17 @@ def test_strided_arrays_and_copies() -> None:
     ],
 )
 def test_what_cannot_travel_is_named(value: object, path: str, advice: str) -> None:
-    """DESIGN 7: a tuple, an int beyond 64 bits or an unknown type is a TypeError naming its path."""
+    """Promise: a tuple, an int beyond 64 bits or an unknown type is a TypeError naming its path."""
     with pytest.raises(TypeError, match=advice) as error:
         encode_state(value)
     assert f" {path} " in str(error.value)
+
+
+def test_deep_nesting_is_a_value_error() -> None:
+    """Bug: a deeply nested state ended the decoder with a RecursionError, and no word of what was read."""
+    for data in (b"\x91" * 200_000 + b"\xc0", b"\x81\x01" * 200_000 + b"\xc0"):
+        with pytest.raises(ValueError, match="torn or not a state"):
+            decode_state(data)
 
 
 def test_cycles_end() -> None:
@@ -84,7 +91,7 @@ def test_cycles_end() -> None:
 
 
 def test_rng_state_as_text() -> None:
-    """DESIGN 7: RNG state travels as text, bit for bit."""
+    """Promise: RNG state travels as text, bit for bit."""
     rng = np.random.default_rng(7)
     rng.random(5)
     back = np.random.default_rng()
@@ -94,7 +101,7 @@ def test_rng_state_as_text() -> None:
 
 @given(st.binary(max_size=60))
 def test_garbage_is_a_value_error(data: bytes) -> None:
-    """DESIGN 10: no bytes make the decoder do anything but answer or raise ValueError."""
+    """Promise: no bytes make the decoder do anything but answer or raise ValueError."""
     try:
         decode_state(data)
     except ValueError:
@@ -112,7 +119,7 @@ def test_garbage_is_a_value_error(data: bytes) -> None:
     ],
 )
 def test_forged_arrays_are_refused(body: object) -> None:
-    """DESIGN 10: an array whose claim does not fit its bytes is refused before anything is allocated."""
+    """Promise: an array whose claim does not fit its bytes is refused before anything is allocated."""
     data = msgspec.msgpack.encode(msgspec.msgpack.Ext(1, msgspec.msgpack.encode(body)))
     with pytest.raises(ValueError, match="decode state"):
         decode_state(data)

@@ -5,6 +5,7 @@ bytes once. A run killed at any moment loses no checkpointed work, trains nothin
 missing file. `docs/design.md` has the formats, protocols and rules.
 """
 
+from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
 from ._native import CorruptPayloadError
@@ -46,6 +47,8 @@ from .types import (
     TrainBatch,
 )
 from .writer import PayloadWriter
+
+__version__ = _version("prime-io")
 
 if TYPE_CHECKING:
     from .dataset import PayloadDataset as PayloadDataset

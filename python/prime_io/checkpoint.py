@@ -168,9 +168,10 @@ class CheckpointManager:
             removed += self._remove_dead(_native.Root(str(self._steps.path / step.name)))
         return removed
 
-    def link_probe(self, store: PayloadStore) -> bool:
-        """Try whether payloads can be pinned by links, for real; one log line says so. At start."""
-        return self.pin == "link" and probe_links(store, self._steps.path)
+    def link_probe(self, store: PayloadStore, file: str | None = None) -> bool:
+        """Try whether payloads can be pinned by links, for real; one log line says so. At start, and with the
+        first `file` that somebody else wrote, who may be another user: FileNotFoundError if it is gone."""
+        return self.pin == "link" and probe_links(store, self._steps.path, file)
 
     # --- reading
 

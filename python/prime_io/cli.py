@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from . import __version__
 from .plan import plan, table
 from .segment import FieldSpec
 from .steps import COMPONENTS
@@ -16,6 +17,7 @@ from .steps import COMPONENTS
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 if it went well, 1 with a sentence on stderr if not."""
     parser = argparse.ArgumentParser(prog="prime-io", description="Payload I/O for asynchronous RL.")
+    parser.add_argument("--version", action="version", version=f"prime-io {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_plan(commands)
     args = parser.parse_args(argv)

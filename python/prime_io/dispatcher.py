@@ -65,7 +65,7 @@ class Dispatcher:
         self._max_off_policy_steps = max_off_policy_steps
         self._lineage = lineage
         self._groups: dict[str, _Known] = {}
-        self._todo: deque[tuple[str, int]] = deque()
+        self._todo: deque[tuple[str, int, int]] = deque()  # group, its next member, how many
         self._inflight: dict[asyncio.Task[Episode], Rollout] = {}
         self._emitted: deque[Episode | GroupCancellation] = deque()
         self._arrived = asyncio.Event()
@@ -89,10 +89,10 @@ class Dispatcher:
         while len(self._inflight) + len(self._emitted) < self._max_inflight:
             if not self._todo and not self._draw():
                 return
-            group_id, left = self._todo.popleft()
+            group_id, member, left = self._todo.popleft()
             if left > 1:
-                self._todo.appendleft((group_id, left - 1))
-            self._dispatch(group_id)
+                self._todo.appendleft((group_id, member + 1, left - 1))
+            self._dispatch(group_id, member)
 
     def _draw(self) -> bool:
         if not self.source.resumed and not self.may_open():
@@ -101,12 +101,12 @@ class Dispatcher:
         known = self._groups.get(request.group_id)
         if known is None:
             known = self._groups[request.group_id] = _Known(request)
-        known.next_member = request.first_member
+        known.requested = max(known.requested, request.first_member + request.rollouts)
         known.waiting += request.rollouts
-        self._todo.append((request.group_id, request.rollouts))
+        self._todo.append((request.group_id, request.first_member, request.rollouts))
         return True
 
-    def _dispatch(self, group_id: str) -> None:
+    def _dispatch(self, group_id: str, member: int) -> None:
         known = self._groups[group_id]
         known.waiting -= 1
         known.running += 1
@@ -114,9 +114,8 @@ class Dispatcher:
             known.dispatch_version = self._policy.version
         request = known.request
         rollout = Rollout(
-            request.env_name, group_id, request.task, known.next_member, self._policy.version, self._lineage
+            request.env_name, group_id, request.task, member, self._policy.version, self._lineage
         )
-        known.next_member += 1
         task = asyncio.ensure_future(self._run(rollout))
         self._inflight[task] = rollout
         task.add_done_callback(self._done)
@@ -159,16 +158,15 @@ class Dispatcher:
         """Results that wait to be consumed."""
         return len(self._emitted)
 
-    @property
-    def emitted_train_groups(self) -> set[str]:
-        """The groups that have results waiting to be consumed."""
-        return {result.group_id for result in self._emitted}
-
     def open_train_groups(self) -> dict[str, OpenGroup]:
         """The groups known here, for a snapshot: without members, those are the sink's to add."""
         return {
             group_id: OpenGroup(
-                known.request.env_name, known.request.task, known.request.step, known.request.rollouts
+                known.request.env_name,
+                known.request.task,
+                known.request.step,
+                known.request.rollouts,
+                requested=known.requested,
             )
             for group_id, known in self._groups.items()
         }
@@ -220,10 +218,11 @@ class Dispatcher:
         return len(tasks)
 
     async def close(self) -> None:
-        """The run ends: cancel everything in flight without a word, and know no group any more."""
+        """The run ends: cancel everything in flight without a word, give up what was not consumed, know no group."""
         tasks = list(self._inflight)
         self._inflight.clear()
         self._todo.clear()
+        self._emitted.clear()
         self._groups.clear()
         for task in tasks:
             task.cancel()
@@ -252,5 +251,5 @@ class _Known:
         self.request = request
         self.waiting = 0
         self.running = 0
-        self.next_member = 0
+        self.requested = 0
         self.dispatch_version: int | None = None

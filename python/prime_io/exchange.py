@@ -15,7 +15,7 @@ import msgspec
 
 from . import _native
 from .lineage import Lineage
-from .types import TrainBatch
+from .types import PackedBatch, TrainBatch
 
 _STEP = "step_"
 
@@ -29,12 +29,11 @@ class Exchange:
 
     # -- orchestrator
 
-    def publish_batch(self, batch: TrainBatch) -> None:
+    def publish_batch(self, batch: TrainBatch | PackedBatch) -> None:
         """Publish a batch for the readers. FileExistsError if this lineage published that step before."""
         assert batch.lineage == self.lineage.id, "a batch is published by its own lineage"
-        self._root.write(
-            f"batches/{_STEP}{batch.step}", msgspec.msgpack.encode(batch), durable=False, exclusive=True
-        )
+        data = batch.encode() if isinstance(batch, PackedBatch) else msgspec.msgpack.encode(batch)
+        self._root.write(f"batches/{_STEP}{batch.step}", data, durable=False, exclusive=True)
 
     def trained(self, readers: Iterable[str]) -> int | None:
         """The last step that every reader has acknowledged; None before the first."""

@@ -62,8 +62,12 @@ class Lineage:
             left = min(left, inf if link.resumed_at is None else link.resumed_at)
 
     @classmethod
-    def load(cls, run: str | Path) -> Lineage:
-        """Read `<run>/LINEAGE`. FileNotFoundError if the run was never started."""
+    def load(cls, run: str | Path, *, expected: str | None = None) -> Lineage:
+        """Read `<run>/LINEAGE`. FileNotFoundError if the run was never started.
+
+        `expected`: the id of the life that this process was launched for. LineageLeftError if the run is in
+        another one: a process that starts late must not join a life that it does not belong to.
+        """
         run = Path(run)
         try:
             data = _native.Root(str(run)).read(_FILE, limit=_LIMIT)
@@ -73,7 +77,12 @@ class Lineage:
                 "no LINEAGE: start the run with prepare_resume(run, None), in one process, before any other",
                 str(run / _FILE),
             ) from error
-        return cls(run, _decode(data, run / _FILE))
+        found = cls(run, _decode(data, run / _FILE))
+        if expected is not None and found.id != expected:
+            raise LineageLeftError(
+                f"{run} is in lineage {found.id}, and this process was launched for {expected}: it must end"
+            )
+        return found
 
     def __repr__(self) -> str:
         return f"Lineage({self.id!r}, run={str(self._run)!r}, resumed_from={self.resumed_from})"
@@ -286,7 +295,7 @@ def _decode(data: bytes, path: Path) -> tuple[Link, ...]:
                 "release that wrote it, or a newer one"
             )
         chain = tuple(msgspec.json.decode(data, type=_File).chain)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"read {path}: torn or edited ({error}); restore it from a copy of the run"
         ) from error

@@ -94,7 +94,7 @@ def unseal(data: bytes, path: str | Path, *, kind: type[_T]) -> _T:
     head = data if at < 0 else data[:at] + b"}"  # one decode of all pins would hold the interpreter too long
     try:
         version = msgspec.json.decode(head, type=_Format).format
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(f"read {path}: torn or edited, not a manifest ({error})") from error
     if version != FORMAT:
         raise ValueError(
@@ -106,7 +106,7 @@ def unseal(data: bytes, path: str | Path, *, kind: type[_T]) -> _T:
         raise CorruptCheckpointError(f"read {path}: torn or edited, its checksum does not fit")
     try:
         return msgspec.json.decode(data if issubclass(kind, Manifest) else head, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(f"read {path}: not a manifest ({error})") from error
 
 
@@ -181,7 +181,10 @@ def read_state(root: _native.Root, where: Path, manifest: Manifest) -> dict[str,
         raise CorruptCheckpointError(f"load {where / STATE}: {error}") from error
     if len(data) != stamp.size or _native.xxh3(data) != stamp.xxh3:
         raise CorruptCheckpointError(f"load {where / STATE}: torn or edited, its checksum does not fit")
-    return msgspec.msgpack.decode(data, type=dict[str, bytes])
+    try:
+        return msgspec.msgpack.decode(data, type=dict[str, bytes])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"load {where / STATE}: not a map of parts ({error})") from error
 
 
 def verify_files(root: _native.Root, where: Path, manifest: Manifest) -> None:

@@ -9,32 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
+from . import _native
 from .checkpoint import CheckpointManager
+from .cut import Cut
 from .dispatcher import Dispatcher
 from .exchange import Exchange
-from .restore import RestoreReport, sink_state
-from .segment import PayloadSegment
+from .restore import RestoreReport, saved_progress, sink_state
 from .sink import EpisodeRefusedError, TrainSink
-from .slices import in_slices
-from .snapshot import Snapshot
 from .source import TrainSource
 from .state import decode_state, encode_state
 from .store import PayloadStore, SweepReport
-from .types import Episode, Policy, Progress, QueuedTrace, StoredEpisode
+from .types import Episode, PackedBatch, Policy, Progress
 
 log = logging.getLogger("prime_io.orchestrator")
 
 STOP_GRACE_S = 60.0
 """How long a run that is told to stop waits for its last batch to be trained, in seconds."""
 
-_decode_trace = msgspec.msgpack.Decoder(QueuedTrace).decode
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
 
@@ -49,33 +49,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from it."""
         ...
-
-
-class Cut(NamedTuple):
-    """One instant of the run, in a form that costs the event loop next to nothing."""
-
-    step: int
-    parts: dict[str, bytes]
-    queue: list[msgspec.Raw]
-    members: list[StoredEpisode]
-
-    def snapshot(self) -> Snapshot:
-        """The cut as a checkpoint takes it: packed, and with the segments to pin. Off the event loop."""
-        segments: list[PayloadSegment] = []
-        spills: list[PayloadSegment] = []
-        everything: list[msgspec.Raw | StoredEpisode] = [*self.queue, *self.members]
-        for part in in_slices(everything, size=32):
-            for item in part:
-                work: QueuedTrace | StoredEpisode
-                work = item if isinstance(item, StoredEpisode) else _decode_trace(item)
-                segments += work.segments()
-                spills += work.spills()
-        return Snapshot(self.step, {**self.parts, "queue": _pack(self.queue)}, segments, spills)
-
-
-def _pack(blobs: Sequence[msgspec.Raw]) -> bytes:
-    """A msgpack array of values that are encoded already (array 32)."""
-    return b"".join([b"\xdd", len(blobs).to_bytes(4, "big"), *blobs])
 
 
 class Orchestrator:
@@ -112,6 +85,12 @@ class Orchestrator:
                 f"checkpoint_every={checkpoint_every}, max_steps={max_steps}, readers={list(readers)}: the first "
                 "two count from 1, and somebody has to read the batches"
             )
+        for env in source.envs.values():
+            if sink.group_size(env.name) != env.group_size:
+                raise ValueError(
+                    f"environment {env.name!r} draws groups of {env.group_size}, and the sink's group_size for it is "
+                    f"{sink.group_size(env.name)}: no group of it would ever be complete"
+                )
         self.sink = sink
         self.dispatcher = dispatcher
         self._exchange = exchange
@@ -132,7 +111,7 @@ class Orchestrator:
         self._saves: set[asyncio.Task[None]] = set()
         self._sweeping: asyncio.Task[None] | None = None
         self._last_saved = 0
-        self._stopping = False
+        self._stopping = self._links_tried = False
         self._published: int | None = None
         self._taking: int | None = None  # the version of an episode between the dispatcher and the sink
         self._failure: BaseException | None = None
@@ -220,13 +199,21 @@ class Orchestrator:
         """
         parts, pins = await asyncio.to_thread(self._manager.load, step, store=self._store)
         state = sink_state(parts, step=step)
-        saved = msgspec.msgpack.decode(parts["progress"], type=Progress)
+        saved = saved_progress(parts, step=step)
         for name, value in msgspec.structs.asdict(saved).items():
             setattr(self._progress, name, value)
         self._policy.version = self._trained = self._last_saved = step
         self._source.load_state_dict(decode_state(parts["source"]))
         if self._algorithm is not None:
+            if "algorithm" not in parts:
+                raise ValueError(
+                    f"checkpoint {step} has no 'algorithm' state: its run had no algorithm; resume without one"
+                )
             self._algorithm.load_state_dict(decode_state(parts["algorithm"]))
+        elif "algorithm" in parts:
+            log.warning(
+                "checkpoint %d has state of an algorithm, and this run has none: it is left out", step
+            )
         report, requests = await self.sink.load_state_dict(state, pins=pins)
         self._source.resumed.extend(requests)
         self._tell(
@@ -242,15 +229,34 @@ class Orchestrator:
         await self.sweep()
         return report
 
-    async def sweep(self) -> SweepReport:
-        """Reclaim every file nobody needs. Only while nobody writes: after a restore, or when workers have left."""
+    async def sweep(self) -> SweepReport | None:
+        """Reclaim every file nobody needs. Only while nobody writes: after a restore, or when workers have left.
+
+        None, with a line in the log, if something cannot be read (a checkpoint's manifest, say): what is needed
+        is not known then, and everything stays. LineageLeftError if the run has been resumed since.
+        """
         if self._sweeping is not None:
             await self._sweeping
         await self.sink.drain()
-        await asyncio.to_thread(self._manager.remove_leftovers)
-        report = await asyncio.to_thread(self._store.sweep, roots=self._roots, before=None)
+        try:
+            await asyncio.to_thread(self._manager.remove_leftovers)
+            report = await asyncio.to_thread(self._store.sweep, roots=self._roots, before=None)
+        except (OSError, ValueError) as error:
+            log.error("the sweep is left out, files that nobody needs may stay: %s", error)
+            return None
+        await asyncio.to_thread(self._retire_empty, self.oldest_live_version())
         self._tell("swept", {"reclaimed": len(report.reclaimed), "kept": report.kept})
         return report
+
+    def _retire_empty(self, before: int) -> None:
+        """Remove the directories of versions below `before` that have nothing in them any more."""
+        try:
+            store = _native.Root(self._store.root)
+            for version in self._store.versions():
+                if version < before and not store.list(f"v{version}"):
+                    self._store.retire(version)
+        except OSError as error:
+            log.warning("an empty version directory stays: %s", error)
 
     async def _sweep_orphans(self) -> None:
         """While others write: what no root names in versions that nobody writes any more, unless it is young.
@@ -273,8 +279,10 @@ class Orchestrator:
     def _roots(self) -> set[str]:
         """What a sweep must spare: files somebody holds, and files a checkpoint names but has not pinned.
 
-        In this order: a snapshot lets go of its files only when its checkpoint is there to be read.
+        In this order: a snapshot lets go of its files only when its checkpoint is there to be read. An old life
+        does not know what the new one needs: LineageLeftError.
         """
+        self._manager.lineage.check_current("sweep")
         return self.sink.ledger.files() | self._manager.unpinned_files()
 
     def oldest_live_version(self) -> int:
@@ -297,7 +305,8 @@ class Orchestrator:
     async def run(self) -> None:
         """Run to `max_steps` or until `stop`; returns when the last shipped batch is trained and saved.
 
-        Workers may still be writing then: stop them, and call `finish`.
+        Workers may still be writing then: stop them, and call `finish`. LineageLeftError, within `poll_s`, if the
+        run has been resumed by somebody else: this process must end.
         """
         await asyncio.to_thread(self._manager.link_probe, self._store)
         tasks = [asyncio.ensure_future(work()) for work in (self._watch, self._consume, self._ship)]
@@ -309,9 +318,10 @@ class Orchestrator:
                     task.result()
             consume.cancel()
             await self._last_save()
-            end = time.monotonic() + STOP_GRACE_S if self._stopping else None
+            clock = asyncio.get_running_loop().time
+            end = clock() + STOP_GRACE_S if self._stopping else None
             while self._trained < self._progress.step - 1:
-                left = None if end is None else end - time.monotonic()
+                left = None if end is None else end - clock()
                 if left is not None and left <= 0:
                     log.warning("batch %d was not acknowledged; leaving without", self._progress.step - 1)
                     break
@@ -326,12 +336,20 @@ class Orchestrator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def finish(self) -> SweepReport:
-        """After the workers have left: give up what is not trained (a checkpoint holds it) and sweep."""
+    async def finish(self) -> SweepReport | None:
+        """After the workers have left: give up what is not trained (a checkpoint holds it) and sweep.
+
+        As `sweep`: where a manifest cannot be read no file is removed, and it returns None.
+        """
+        await asyncio.to_thread(self._manager.lineage.check_current, "finish")
         await self.dispatcher.close()
-        await self.sink.discard_all(spare=await asyncio.to_thread(self._manager.unpinned_files))
+        try:
+            spare = await asyncio.to_thread(self._manager.unpinned_files)
+        except (OSError, ValueError):
+            spare = self.sink.ledger.files()  # all; the sweep will meet the same, and say so
+        await self.sink.discard_all(spare=spare)
         # Waits for a retention that is under way too: it must not remove what the sweep reads.
-        await self._manager.apply_retention()
+        await self._retain()
         return await self.sweep()
 
     async def _last_save(self) -> None:
@@ -359,6 +377,7 @@ class Orchestrator:
             result = await self.dispatcher.next_result()
             if isinstance(result, Episode):
                 await self._take(result)
+                await self._try_links(result)
             else:
                 await self.sink.cancel(result)
             while self.sink.requests:
@@ -384,6 +403,17 @@ class Orchestrator:
             with contextlib.suppress(EpisodeRefusedError):  # one too many: its group is full
                 await self.sink.add(refused)
 
+    async def _try_links(self, episode: Episode) -> None:
+        """Try with the first payload of a worker, who may be another user, whether it can be linked."""
+        if self._links_tried:
+            return
+        payload = (s.file for t in episode.traces for sample in t.samples for s in sample.payload)
+        file = next((file for file in payload if file in self.sink.ledger), None)
+        if file is not None:
+            with contextlib.suppress(FileNotFoundError):  # reclaimed meanwhile: the next one will do
+                await asyncio.to_thread(self._manager.link_probe, self._store, file)
+                self._links_tried = True
+
     async def _ship(self) -> None:
         while self._progress.step <= self._max_steps and not self._stopping:
             if self._failure is not None:
@@ -393,7 +423,7 @@ class Orchestrator:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            batch = self.sink.take_batch()
+            batch = self.sink.take_packed()
             assert batch is not None, "ready() said so, and nothing was awaited since"
             last = batch.step == self._max_steps
             batch = msgspec.structs.replace(
@@ -401,8 +431,22 @@ class Orchestrator:
             )
             if batch.checkpoint:
                 self._cut()
-            self._tell("shipped", {"step": batch.step, "traces": [t.trace_id for t in batch.traces]})
-            await asyncio.to_thread(self._exchange.publish_batch, batch)
+            self._tell("shipped", {"step": batch.step, "traces": batch.trace_ids})
+            await self._publish(batch)
+
+    async def _publish(self, batch: PackedBatch) -> None:
+        """Publish a batch; while the disk is full, again and again, since what was taken must not be lost."""
+        told = False
+        while True:
+            try:
+                return await asyncio.to_thread(self._exchange.publish_batch, batch)
+            except OSError as error:
+                if error.errno not in _NO_SPACE or self._stopping or self._failure is not None:
+                    raise
+                if not told:
+                    log.error("batch %d is published as soon as there is room for it: %s", batch.step, error)
+                told = True
+            await asyncio.sleep(self._poll_s)
 
     async def _watch(self) -> None:
         while True:
@@ -436,6 +480,7 @@ class Orchestrator:
             self.dispatcher.pump()
 
     def _look(self) -> tuple[int | None, int | None]:
+        self._manager.lineage.check_current("orchestrate")
         return self._exchange.newest_weights(), self._exchange.trained(self._readers)
 
     def _in_lead(self) -> bool:

@@ -124,22 +124,35 @@ def pin_all(
     return result
 
 
-def probe_links(store: PayloadStore, checkpoints: Path) -> bool:
-    """Whether a file of the store can be hard-linked into `checkpoints`: tried, and logged in one line."""
+def probe_links(store: PayloadStore, checkpoints: Path, file: str | None = None) -> bool:
+    """Whether a file of the store can be hard-linked into `checkpoints`: tried, and logged in one line.
+
+    Without `file` it is one that the store's maker wrote; a payload of another process may be another user's.
+    FileNotFoundError if it is gone.
+    """
     target = checkpoints / _native.temporary_name()
+    source = Path(store.native.root) / (file or "STORE")
     try:
-        os.link(Path(store.native.root) / "STORE", target, follow_symlinks=False)
+        os.link(source, target, follow_symlinks=False)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         log.warning(
             "%s cannot be linked into %s (%s): pins will be copies, which cost as much space and writing as "
-            "the payloads; put both on one filesystem, or use pin='skip'",
-            store.native.root,
+            "the payloads; put both on one filesystem%s, or use pin='skip'",
+            source,
             checkpoints,
             error.strerror,
+            " and let the workers' files be writable for the owner (group_writable=True)" if file else "",
         )
         return False
     os.unlink(target)
-    log.info("payloads of %s are pinned by hard links in %s", store.native.root, checkpoints)
+    log.info(
+        "%s of %s are pinned by hard links in %s",
+        "workers' files" if file else "payloads",
+        store.native.root,
+        checkpoints,
+    )
     return True
 
 

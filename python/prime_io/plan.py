@@ -14,12 +14,11 @@ import msgspec
 from .checkpoint import CheckpointManager
 from .lineage import Lineage
 from .pins import Pins
-from .restore import RestoreReport, restore, sink_state
+from .restore import RestoreReport, restore, saved_progress, sink_state
 from .resume import missing_rollouts
 from .segment import FieldSpec, PayloadSegment, byte_range
 from .steps import CHECKPOINTS, COMPONENTS, Components
 from .store import PayloadStore, Probe
-from .types import Progress
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -72,7 +71,7 @@ def plan(
     with PayloadStore(run / "payloads" if store is None else store, create=False) as payloads:
         parts, pins = manager.load(step, store=payloads)
         state = sink_state(parts, step=pins.step)
-        next_step = msgspec.msgpack.decode(parts["progress"], type=Progress).step
+        next_step = saved_progress(parts, step=pins.step).step
         view = _AsRestored(payloads, pins)
         restored = restore(
             state,

@@ -1,4 +1,4 @@
-"""Restoring the sink's part of a checkpoint, in the order of DESIGN rule 3.
+"""Restoring the sink's part of a checkpoint, in the order of rule 3 (docs/design.md, Restore).
 
 Stale and too-new work goes first, judged at the step to come and with the new configuration; then the pins of
 what is kept get their names in the store back; then everything is probed in one batch and what lost a required
@@ -15,10 +15,11 @@ import msgspec
 
 from .resume import LOST, HasPayloads, missing_rollouts, pin_set, survivors
 from .segment import FieldSpec, PayloadSegment
-from .types import OpenGroup, QueuedTrace, StoredEpisode, StoredSample, StoredTrace, is_stale
+from .types import OpenGroup, Progress, QueuedTrace, StoredEpisode, StoredSample, StoredTrace, is_stale
 
 FORMAT = 1
 
+T = TypeVar("T")
 W = TypeVar("W", QueuedTrace, StoredEpisode)
 
 
@@ -143,9 +144,24 @@ def sink_state(parts: Mapping[str, bytes], *, step: int) -> dict[str, Any]:
     for part in ("progress", "source", "sink", "queue"):
         if part not in parts:
             raise ValueError(f"checkpoint {step} has no {part!r} state: it was written by something else")
-    state: dict[str, Any] = msgspec.msgpack.decode(parts["sink"])
-    state["queue"] = msgspec.msgpack.decode(parts["queue"], type=list[msgspec.Raw])
+    state = _part(parts, "sink", step, dict[str, Any])
+    state["queue"] = _part(parts, "queue", step, list[msgspec.Raw])
     return state
+
+
+def saved_progress(parts: Mapping[str, bytes], *, step: int) -> Progress:
+    """`Progress` from the parts of checkpoint `step`. ValueError if it is not one."""
+    return _part(parts, "progress", step, Progress)
+
+
+def _part(parts: Mapping[str, bytes], name: str, step: int, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(parts[name], type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(
+            f"checkpoint {step}: its {name!r} state was written by something else, or edited ({error}); resume "
+            "from another step"
+        ) from error
 
 
 class _Saved(msgspec.Struct):
@@ -166,8 +182,10 @@ def _decode(state: Any) -> _Saved:
     try:
         # Blobs inside are msgpack already; one round trip makes them values of their types.
         return msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=_Saved)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"the checkpoint's sink state is not complete: {error}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(
+            f"the checkpoint's sink state is not complete: {error}; resume from another step"
+        ) from error
 
 
 class _Judge:

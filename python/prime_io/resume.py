@@ -201,11 +201,6 @@ class Ledger:
         self._settle(self.AT_ONCE)
 
     @property
-    def untrained_steps(self) -> list[int]:
-        """The steps shipped and not yet trained."""
-        return sorted(self._shipped)
-
-    @property
     def has_free(self) -> bool:
         """Whether `take_free` would return any."""
         return bool(self._free or self._leaving or self._closed)

@@ -7,11 +7,10 @@ only between awaits, so that `state_dict` is always one instant.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import inspect
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from numbers import Real
 from typing import Any, TypeVar
@@ -20,14 +19,18 @@ import msgspec
 import numpy as np
 
 from . import columns, restore
+from .releases import Releases
 from .resume import Ledger, missing_rollouts
 from .scoring import ScoreEpisode, ScoreGroup, grpo
 from .segment import FieldSpec, PayloadSegment, clip
+from .state import check_plain
 from .store import PayloadStore
+from .trace_queue import Queued, TraceQueue
 from .types import (
     Episode,
     GroupCancellation,
     OpenGroup,
+    PackedBatch,
     Policy,
     Progress,
     QueuedTrace,
@@ -45,7 +48,10 @@ log = logging.getLogger("prime_io.sink")
 
 T = TypeVar("T")
 
-_SYNCED_TOGETHER = 1024
+_PREPARED_TOGETHER = 16
+"""Traces that are made ready for the queue in one go: a millisecond or two of the event loop."""
+_SCORED_ON_THE_LOOP = 64
+"""Traces of a group up to which taking float advantages up costs the loop less than a thread would."""
 
 
 class EpisodeRefusedError(ValueError):
@@ -86,10 +92,10 @@ class TrainSink:
         on_consumed: Callable[[str], object] | None = None,
         on_drop: Callable[[str, Sequence[str]], object] | None = None,
     ) -> None:
-        if (batch_size is None) == (token_batch_size is None):
-            raise ValueError("TrainSink needs exactly one of batch_size and token_batch_size")
-        if (batch_size or token_batch_size or 0) < 1:
-            raise ValueError(f"a batch of {batch_size or token_batch_size} cannot be filled: give at least 1")
+        self._queue = TraceQueue(batch_size=batch_size, token_batch_size=token_batch_size)
+        sizes = {"": group_size} if isinstance(group_size, int) else group_size
+        if not sizes or min(sizes.values()) < 1:
+            raise ValueError(f"group_size={group_size!r}: every environment needs one of at least 1")
         if not store.owner:
             raise ValueError(f"TrainSink needs the owner's store; open {store.root} with owner=True")
         self.store = store
@@ -101,8 +107,6 @@ class TrainSink:
         self.dropped_at_restore: dict[str, list[str]] = {}
         self.fields = dict(fields or {})
         self._group_size = group_size
-        self._batch_size = batch_size
-        self._token_batch_size = token_batch_size
         self._max_off_policy_steps = max_off_policy_steps
         self._seq_len = seq_len
         self._score_episode = score_episode
@@ -114,14 +118,9 @@ class TrainSink:
         self.on_consumed = on_consumed
         self.on_drop = on_drop
         self._groups: dict[str, _Group] = {}
-        self._queue: list[_Queued] = []
-        self._queued_tokens = 0
         self._arrival = 0
         self._fresh_for: int | None = None
-        self._unsynced: set[str] = set()
-        self._spared: set[str] = set()
-        self._reclaiming = _Background(self._unlink)
-        self._syncing = _Background(self._sync)
+        self._releases = Releases(store=store, ledger=self.ledger, counters=self.counters)
 
     # -- in
 
@@ -131,7 +130,9 @@ class TrainSink:
         EpisodeRefusedError, with nothing taken and its files reclaimed, if it is of another lineage, of a
         policy newer than any published, or more than its group waits for.
         """
-        self._raise_failure()
+        self._releases.raise_failure()
+        if episode.group_id not in self._groups:
+            episode = _with_plain_task(episode)
         try:
             columns.check(episode)
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -155,23 +156,24 @@ class TrainSink:
         group.pending += 1
         group.taking |= taking
         try:
-            member = await self._store_episode(episode, group)
+            await self._store_episode(episode, group)
         finally:
             group.pending -= 1
             group.taking -= taking
             # What is kept of the episode was held by `append`; what was cut away or failed is free now.
             self.ledger.release(held)
-        self._reclaim()
-        if member is not None and group.complete:
+        self._releases.reclaim()
+        if group.complete:
             await self._score(episode.group_id, group)
 
     async def cancel(self, cancellation: GroupCancellation) -> None:
-        """Rollouts of a group that will never come; the rest of the group is scored if it is complete by that."""
-        self._raise_failure()
+        """Rollouts of a group that will never come; the rest of the group is scored if it is complete by that.
+
+        ValueError for an environment without a group size.
+        """
+        self._releases.raise_failure()
+        group = self._group(cancellation.group_id, cancellation.env_name, None, None)
         self.counters[f"cancelled_{cancellation.reason}"] += cancellation.count
-        group = self._groups.get(cancellation.group_id)
-        if group is None:
-            group = self._group(cancellation.group_id, cancellation.env_name, None, None)
         group.open.cancelled += cancellation.count
         if group.complete:
             await self._score(cancellation.group_id, group)
@@ -189,24 +191,33 @@ class TrainSink:
             again = known & {t.id for t in episode.traces}
             if again or episode.id in {member.id for member in group.open.members}:
                 return f"group {episode.group_id} already has it ({sorted(again)[:3]})"
-        sizes = self._group_size
-        if group is None and not isinstance(sizes, int) and episode.env_name not in sizes:
-            return f"environment {episode.env_name!r} has no group_size (there are {sorted(sizes)})"
+        if group is None and self.group_size(episode.env_name) is None:
+            return self._no_group_size(episode.env_name)
         return ""
+
+    def group_size(self, env_name: str) -> int | None:
+        """The members of a group of this environment; None if it was given no size."""
+        sizes = self._group_size
+        return sizes if isinstance(sizes, int) else sizes.get(env_name)
+
+    def _no_group_size(self, env_name: str) -> str:
+        assert not isinstance(self._group_size, int)
+        return f"environment {env_name!r} has no group_size (there are {sorted(self._group_size)})"
 
     def _group(self, group_id: str, env_name: str, task: Any, dispatch_version: int | None) -> _Group:
         group = self._groups.get(group_id)
         if group is None:
-            size = self._group_size
-            target = size if isinstance(size, int) else size[env_name]
+            target = self.group_size(env_name)
+            if target is None:
+                raise ValueError(self._no_group_size(env_name))
             group = _Group(OpenGroup(env_name, task, self.progress.step, target, requested=target))
             self._groups[group_id] = group
         if group.open.dispatch_version is None:
             group.open.dispatch_version = dispatch_version
         return group
 
-    async def _store_episode(self, episode: Episode, group: _Group) -> StoredEpisode | None:
-        """Judge, score, cut and spill one episode and make it a member; None if it has to be asked for again."""
+    async def _store_episode(self, episode: Episode, group: _Group) -> None:
+        """Judge, score, cut and spill one episode and make it a member, or ask for it again."""
         if episode.ok and self._admit is not None and not self._admit(episode):
             self.counters["rejected"] += 1
             episode = _without_traces(episode, "rejected")
@@ -225,10 +236,10 @@ class TrainSink:
                 "spilling episode %s failed and its rollout is asked for again: %s", episode.id, error
             )
             self.counters["spill_failed"] += 1
-            self.requests.append(self._ask_again(episode.group_id, group, 1))
-            return None
+            if group.missing >= 0:  # it still counts as pending: unless the group was cancelled meanwhile
+                self.requests.append(self._ask_again(episode.group_id, group, 1))
+            return
         self._append(group, stored)
-        return stored
 
     def _append(self, group: _Group, stored: StoredEpisode) -> None:
         held = self.ledger.hold(stored.segments())
@@ -273,7 +284,7 @@ class TrainSink:
     # -- scoring
 
     async def _score(self, group_id: str, group: _Group) -> None:
-        """Score a complete group. Computes first; then, without an await: result, queue, forget."""
+        """Score a complete group. Computes and prepares first; then, without an await: result, queue, forget."""
         if group.scoring:
             return
         group.scoring = True
@@ -286,13 +297,21 @@ class TrainSink:
         stale = {t.id for m in members for t in m.traces} - {t.id for m in fresh for t in m.traces}
         unscored = {t.id for m in fresh for t in m.traces} - {t.id for _, t in traces}
         scored: list[StoredTrace] = []
+        ready: list[tuple[Queued, str]] = []
         version = max((m.dispatch_version for m in fresh), default=0)
         try:
             if traces:
                 scored = await self._advantages(group_id, [t for _, t in traces], version)
+            async for (m, _), trace in _in_turns(zip(traces, scored, strict=True), _PREPARED_TOGETHER):
+                ready.append(self._ready(m, trace))
         except OSError as error:
-            self._lose(group_id, group, [m for m in fresh if m.traces], error)
+            group.scoring = False
+            await self._lose(group_id, group, [m for m in fresh if m.traces], error)
             return
+        except BaseException:  # cancelled: the run is over
+            for queued, _ in ready:
+                self.ledger.release(queued.held)
+            raise
         finally:
             group.scoring = False
         # From here on without an await: a cut sees the group open with all its members, or scored.
@@ -306,12 +325,18 @@ class TrainSink:
                 self.on_result(ScoredGroup(group_id, g.env_name, g.task, g.step, rewards))
         else:
             self.counters["groups_empty"] += 1
-        for (member, _), trace in zip(traces, scored, strict=True):
-            self._enqueue(member, trace)
+        for queued, reason in ready:
+            if reason:
+                self._dropped(reason, [queued.trace_id])
+                self.ledger.release(queued.held)
+            else:
+                self._push(queued)
         self._forget(group_id, group)
-        self._reclaim()
+        self._releases.reclaim()
 
-    def _lose(self, group_id: str, group: _Group, lost: Sequence[StoredEpisode], error: OSError) -> None:
+    async def _lose(
+        self, group_id: str, group: _Group, lost: Sequence[StoredEpisode], error: OSError
+    ) -> None:
         """Scoring could not read or spill: its members are released and asked for again."""
         log.warning(
             "scoring group %s failed and %d rollouts are asked for again: %s", group_id, len(lost), error
@@ -323,8 +348,12 @@ class TrainSink:
                 self.ledger.release(held)
         group.members = [entry for entry in group.members if entry[0].id not in names]
         group.open.members = [member for member, _, _ in group.members]
-        self.requests.append(self._ask_again(group_id, group, len(lost)))
-        self._reclaim()
+        self._releases.reclaim()
+        missing = missing_rollouts(group.open)
+        if missing:
+            self.requests.append(self._ask_again(group_id, group, missing))
+        elif lost:  # all of them were cancelled meanwhile
+            await self._score(group_id, group)
 
     async def _advantages(
         self, group_id: str, traces: Sequence[StoredTrace], version: int
@@ -338,21 +367,19 @@ class TrainSink:
             raise ValueError(
                 f"score_group gave {len(advantages)} advantages for the {len(traces)} traces of {group_id}"
             )
-        if all(isinstance(a, Real) for a in advantages):
+        if len(traces) <= _SCORED_ON_THE_LOOP and all(isinstance(a, Real) for a in advantages):
             return columns.with_advantages(traces, advantages, version=version, store=self.store)
         return await asyncio.to_thread(
             columns.with_advantages, traces, advantages, version=version, store=self.store
         )
 
-    def _enqueue(self, member: StoredEpisode, trace: StoredTrace) -> None:
+    def _ready(self, member: StoredEpisode, trace: StoredTrace) -> tuple[Queued, str]:
+        """A scored trace as it will be queued, or the reason why it will not be. It holds its files either way."""
+        reason = ""
         if not all(s.advantage is None or isfinite(s.advantage) for s in trace.samples):
-            self._dropped("unscored", [trace.id])
-            self.ledger.discard(segment for sample in trace.samples for segment in sample.segments())
-            return
-        if self._filter_zero_advantages and all(s.advantage == 0.0 for s in trace.samples):
-            self._dropped("zero_advantage", [trace.id])
-            self.ledger.discard(segment for sample in trace.samples for segment in sample.segments())
-            return
+            reason = "unscored"
+        elif self._filter_zero_advantages and all(s.advantage == 0.0 for s in trace.samples):
+            reason = "zero_advantage"
         queued = QueuedTrace(
             trace_id=trace.id,
             episode_id=member.id,
@@ -366,16 +393,16 @@ class TrainSink:
             samples=trace.samples,
         )
         self._arrival += 1
-        self._push(queued)
+        return self._held(queued), reason
 
-    def _push(self, trace: QueuedTrace) -> None:
-        held = self.ledger.hold(trace.segments())
-        heapq.heappush(self._queue, _Queued(trace, msgspec.Raw(_encoder.encode(trace)), held))
-        self._queued_tokens += trace.n_tokens
-        if self._stale(trace):
+    def _held(self, trace: QueuedTrace) -> Queued:
+        return Queued(trace, self.ledger.hold(trace.segments()))
+
+    def _push(self, queued: Queued) -> None:
+        self._queue.push(queued)
+        if self._stale(queued):
             self._fresh_for = None
-        self._unsynced.update(held)
-        self._syncing.start()
+        self._releases.sync(queued.held)
 
     def _forget(self, group_id: str, group: _Group) -> None:
         del self._groups[group_id]
@@ -384,7 +411,7 @@ class TrainSink:
         if self.on_consumed is not None:
             self.on_consumed(group_id)
 
-    def _stale(self, work: StoredEpisode | QueuedTrace | _Queued) -> bool:
+    def _stale(self, work: StoredEpisode | QueuedTrace | Queued) -> bool:
         return is_stale(work.policy, step=self.progress.step, max_off_policy_steps=self._max_off_policy_steps)
 
     # -- out
@@ -397,10 +424,7 @@ class TrainSink:
     @property
     def queued_batches(self) -> int:
         """How many batches the queue can fill."""
-        if self._batch_size is not None:
-            return len(self._queue) // self._batch_size
-        assert self._token_batch_size is not None
-        return self._queued_tokens // self._token_batch_size
+        return self._queue.batches
 
     @property
     def open_groups(self) -> dict[str, OpenGroup]:
@@ -409,7 +433,7 @@ class TrainSink:
 
     def queued_trace_ids(self) -> list[str]:
         """The ids of the queue, in batch order."""
-        return [queued.trace_id for queued in sorted(self._queue, key=_Queued.order)]
+        return [queued.trace_id for queued in sorted(self._queue)]
 
     def queued_files(self) -> dict[str, tuple[str, ...]]:
         """The files of every queued trace."""
@@ -422,56 +446,41 @@ class TrainSink:
 
     def take_batch(self) -> TrainBatch | None:
         """Cut the next batch, oldest version first, and advance `progress`; None if it cannot be filled."""
+        packed = self.take_packed()
+        return None if packed is None else msgspec.msgpack.decode(packed.encode(), type=TrainBatch)
+
+    def take_packed(self) -> PackedBatch | None:
+        """As `take_batch`, without decoding: a few microseconds a trace, for the event loop."""
         if not self.ready():
             return None
-        step, taken, tokens = self.progress.step, list[_Queued](), 0
-        while self._queue and not self._full(len(taken), tokens):
-            taken.append(self._pop())
-            tokens += taken[-1].n_tokens
+        step, taken = self.progress.step, self._queue.take()
         for queued in taken:
             self.ledger.ship(step, queued.held)
-        traces = [queued.trace() for queued in taken]
         files = sorted({file for queued in taken for file in queued.held})
         self.progress.step += 1
-        self.progress.total_tokens += tokens
-        self.progress.total_samples += sum(len(trace.samples) for trace in traces)
-        self.progress.total_problems += len({trace.group_id for trace in traces})
-        self.counters["shipped"] += len(traces)
-        return TrainBatch(step, self._lineage, traces, files)
-
-    def _full(self, traces: int, tokens: int) -> bool:
-        if self._batch_size is not None:
-            return traces >= self._batch_size
-        assert self._token_batch_size is not None
-        return tokens >= self._token_batch_size
-
-    def _pop(self) -> _Queued:
-        queued = heapq.heappop(self._queue)
-        self._queued_tokens -= queued.n_tokens
-        return queued
+        self.progress.total_tokens += sum(queued.n_tokens for queued in taken)
+        self.progress.total_samples += sum(queued.n_samples for queued in taken)
+        self.progress.total_problems += len({queued.group_id for queued in taken})
+        self.counters["shipped"] += len(taken)
+        ids, blobs = [queued.trace_id for queued in taken], [queued.blob for queued in taken]
+        return PackedBatch(step, self._lineage, ids, blobs, files)
 
     def _drop_stale(self) -> None:
         """Stale traces leave the queue; looked for once a step, since nothing else makes them stale."""
         if self._fresh_for == self.progress.step:
             return
         self._fresh_for = self.progress.step
-        stale, fresh = list[_Queued](), list[_Queued]()
-        for queued in self._queue:
-            (stale if self._stale(queued) else fresh).append(queued)
+        stale = self._queue.remove(self._stale)
         if not stale:
             return
-        self._queue = fresh
-        heapq.heapify(self._queue)
-        for queued in stale:
-            self._queued_tokens -= queued.n_tokens
         self.ledger.release_later(file for queued in stale for file in queued.held)
         self._dropped("stale_queued", [queued.trace_id for queued in stale])
-        self._reclaim()
+        self._releases.reclaim()
 
     def trained(self, step: int) -> None:
         """Every reader acknowledged batch `step` (and all before it): their files are released."""
         self.ledger.trained(step)
-        self._reclaim()
+        self._releases.reclaim()
 
     def oldest_live_payload_version(self) -> int | None:
         """The least `v<k>` that queue, groups, open snapshots or untrained batches still name."""
@@ -487,65 +496,30 @@ class TrainSink:
     def discard(self, segments: Iterable[PayloadSegment]) -> None:
         """Reclaim the files of work that nobody takes (a late result), unless somebody holds them."""
         self.ledger.discard(segments)
-        self._reclaim()
+        self._releases.reclaim()
 
     def close_snapshot(self, snapshot: set[str]) -> None:
         """The save of a cut is over, well or not: reclaim what waited for it and nobody needs now."""
         self.ledger.close_snapshot(snapshot)
-        self._reclaim()
-
-    def _reclaim(self) -> None:
-        if self.ledger.has_free:
-            self._reclaiming.start()
-
-    async def _unlink(self) -> None:
-        while self.ledger.has_free:
-            free = self.ledger.take_free(self.ledger.AT_ONCE)
-            files = [file for file in free if file not in self._spared]
-            if not files:
-                await asyncio.sleep(0)
-                continue
-            results = await asyncio.to_thread(self.store.reclaim, files)
-            for file, result in zip(files, results, strict=True):
-                if isinstance(result, Exception):
-                    self.counters["reclaim_failed"] += 1
-                    log.warning("reclaiming %s failed; a later sweep takes it: %s", file, result)
-                elif result >= 0:
-                    self.counters["reclaimed"] += 1
-
-    async def _sync(self) -> None:
-        """Make files of queued traces durable in the background, so that a checkpoint has little left to do."""
-        while self._unsynced:
-            files = sorted(self._unsynced.pop() for _ in range(min(_SYNCED_TOGETHER, len(self._unsynced))))
-            for file, error in zip(files, await asyncio.to_thread(self.store.sync, files), strict=True):
-                if error is not None and file in self.ledger:
-                    self.counters["sync_failed"] += 1
-                    log.warning("fdatasync of %s failed; a save that pins it will say so: %s", file, error)
-
-    def _raise_failure(self) -> None:
-        for work in (self._reclaiming, self._syncing):
-            if work.failure is not None:
-                raise RuntimeError("background work of the sink failed") from work.failure
+        self._releases.reclaim()
 
     async def drain(self) -> None:
         """Wait for background reclaims and syncs."""
-        await self._syncing.wait()
-        await self._reclaiming.wait()
-        self._raise_failure()
+        await self._releases.drain()
 
     async def discard_all(self, *, spare: Iterable[str] = ()) -> None:
         """Give up queue and groups (the run is over and their checkpoint committed): release every file.
 
         Files to `spare` stay where they are: a checkpoint names them and has no link of its own.
         """
-        self._spared.update(spare)
+        self._releases.spare(spare)
         self._dropped("drained_queued", self.queued_trace_ids())
-        while self._queue:
-            self.ledger.release(self._pop().held)
+        for queued in self._queue.remove(lambda queued: True):
+            self.ledger.release(queued.held)
         for group_id, group in list(self._groups.items()):
             self._dropped("drained_members", [t.id for m, _, _ in group.members for t in m.traces])
             self._forget(group_id, group)
-        self._reclaim()
+        self._releases.reclaim()
         await self.drain()
 
     # -- state
@@ -577,7 +551,11 @@ class TrainSink:
         for group_id, group in self._groups.items():
             dispatched = open_groups.get(group_id, group.open)
             groups[group_id] = msgspec.structs.replace(
-                group.open, members=[], task=dispatched.task, step=dispatched.step
+                group.open,
+                members=[],
+                task=dispatched.task,
+                step=dispatched.step,
+                requested=max(group.open.requested, dispatched.requested),
             )
             members[group_id] = [blob for _, blob, _ in group.members]
         return {
@@ -591,7 +569,7 @@ class TrainSink:
     async def load_state_dict(
         self, state: Any, *, pins: restore.LinkBack | None = None
     ) -> tuple[restore.RestoreReport, list[TaskRequest]]:
-        """Restore, after `progress` was: filter, link pins back, probe, drop what is gone (DESIGN rule 3).
+        """Restore, after `progress` was: filter, link pins back, probe, drop what is gone (rule 3).
 
         Groups that lack nothing are scored at once; the requests ask for the missing rollouts of the others.
         """
@@ -610,7 +588,7 @@ class TrainSink:
         self.dropped_at_restore = restored.dropped
         self._arrival = restored.arrival
         for trace in restored.queue:
-            self._push(trace)
+            self._push(self._held(trace))
         for group_id, open_group in restored.groups.items():
             members, open_group.members = open_group.members, []
             group = self._groups[group_id] = _Group(open_group)
@@ -643,59 +621,33 @@ class _Group:
 
     @property
     def complete(self) -> bool:
-        return missing_rollouts(self.open) == 0
-
-
-class _Queued:
-    """A queued trace, kept in its encoded form alone: thousands wait, and they are only looked at again when a
-    batch or a checkpoint is made."""
-
-    __slots__ = ("blob", "held", "key", "n_tokens", "policy", "trace_id")
-
-    def __init__(self, trace: QueuedTrace, blob: msgspec.Raw, held: tuple[str, ...]) -> None:
-        self.blob, self.held = blob, held
-        self.key = (trace.version, trace.arrival)
-        self.trace_id, self.n_tokens, self.policy = trace.trace_id, trace.n_tokens, trace.policy
-
-    def trace(self) -> QueuedTrace:
-        return _decoder.decode(self.blob)
-
-    def order(self) -> tuple[int, int]:
-        return self.key
-
-    def __lt__(self, other: _Queued) -> bool:
-        return self.key < other.key
-
-
-class _Background:
-    """One task at a time that does all there is to do; `start` while it runs is seen by its loop."""
-
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._work = work
-        self._task: asyncio.Task[None] | None = None
-        self.failure: BaseException | None = None
-
-    def start(self) -> None:
-        if self._task is None and self.failure is None:
-            self._task = asyncio.ensure_future(self._work())
-            self._task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._task = None
-        if not task.cancelled():
-            self.failure = task.exception()
-
-    async def wait(self) -> None:
-        while self._task is not None:
-            await asyncio.wait([self._task])
+        """Whether nothing more will come; what is being taken in right now still may."""
+        return missing_rollouts(self.open) == 0 and not self.pending
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(QueuedTrace)
 
 
 def _without_traces(episode: Episode, error: str) -> Episode:
     return msgspec.structs.replace(episode, traces=[], native=None, ok=False, error=error)
+
+
+def _with_plain_task(episode: Episode) -> Episode:
+    """The same without a task that no checkpoint could hold; a dispatcher knows its groups' tasks itself."""
+    try:
+        check_plain(episode.task, "task", operation=f"episode {episode.id}")
+    except TypeError as error:
+        log.error("%s; its group goes on without", error)
+        return msgspec.structs.replace(episode, task=None)
+    return episode
+
+
+async def _in_turns(items: Iterable[T], size: int) -> AsyncIterator[T]:
+    """The items; after every `size` of them others get their turn on the event loop."""
+    for n, item in enumerate(items, 1):
+        yield item
+        if n % size == 0:
+            await asyncio.sleep(0)
 
 
 async def _maybe_await(value: T | Awaitable[T]) -> T:

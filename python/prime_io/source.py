@@ -18,7 +18,8 @@ FORMAT = 1
 class Environment(msgspec.Struct, frozen=True):
     """Tasks of one kind: `group_size` rollouts each, drawn with `weight` relative to other environments.
 
-    A task is any msgpack value. The order is reshuffled every time all tasks have been drawn.
+    A task is None, bool, int, float, str, bytes, or a list or dict of them, checked when it is drawn. The order is
+    reshuffled every time all tasks have been drawn.
     """
 
     name: str
@@ -78,22 +79,32 @@ class TrainSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken. New environments start at their beginning.
 
-        ValueError for another format, or if an environment of the state is not configured any more.
+        ValueError for another format, for a state with a part missing, or if an environment of the state is not
+        configured any more.
         """
         if state.get("format") != FORMAT:
             raise ValueError(
                 f"the checkpoint's source state has format {state.get('format')!r}; this version of "
                 f"prime-io reads {FORMAT}: resume with the version that wrote it"
             )
-        gone = sorted(set(state["drawn"]) - set(self.envs))
+        try:
+            drawn = dict(state["drawn"])
+            version, internal, gauss = json.loads(state["rng"])
+            rng = random.Random()
+            rng.setstate((version, tuple(internal), gauss))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the checkpoint's source state is not complete ({type(error).__name__}: {error}); resume from "
+                "another step"
+            ) from error
+        gone = sorted(set(drawn) - set(self.envs))
         if gone:
             raise ValueError(
                 f"the checkpoint drew tasks of environments {gone} that are not configured: add them, or start "
                 "a new run"
             )
-        self._drawn = dict.fromkeys(self.envs, 0) | state["drawn"]
-        version, internal, gauss = json.loads(state["rng"])
-        self._rng.setstate((version, tuple(internal), gauss))
+        self._drawn = dict.fromkeys(self.envs, 0) | drawn
+        self._rng = rng
 
     def _order(self, env: Environment, epoch: int) -> list[int]:
         order = list(range(len(env.tasks)))

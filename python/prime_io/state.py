@@ -22,7 +22,7 @@ def encode_state(state: object) -> bytes:
 
     Everything is copied: a later change of `state` does not reach the bytes.
     """
-    _check(state, "state", 0)
+    _check(state, "state", 0, "encode state")
     return msgspec.msgpack.encode(state, enc_hook=_encode_array)
 
 
@@ -30,57 +30,63 @@ def decode_state(data: bytes | bytearray | memoryview) -> Any:
     """The state encoded in `data`. Arrays are fresh and writable. ValueError if `data` is not a state."""
     try:
         return msgspec.msgpack.decode(data, ext_hook=_decode_ext)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"decode state: torn or not a state ({error})") from error
 
 
-def _check(value: object, path: str, depth: int) -> None:
+def check_plain(value: object, path: str, *, operation: str) -> None:
+    """TypeError naming the path of what msgpack would not give back the same. No arrays here."""
+    _check(value, path, 0, operation, arrays=False)
+
+
+def _check(value: object, path: str, depth: int, operation: str, arrays: bool = True) -> None:
     kind = type(value)
     if kind in _PLAIN:
         return
     if depth > _MAX_DEPTH:
-        raise TypeError(f"encode state: {path} is nested deeper than {_MAX_DEPTH} (does it hold itself?)")
+        raise TypeError(f"{operation}: {path} is nested deeper than {_MAX_DEPTH} (does it hold itself?)")
     if kind is int:
         assert isinstance(value, int)
         if not -(1 << 63) <= value < 1 << 64:
-            raise TypeError(f"encode state: {path} is an int beyond 64 bits; keep it as text: str(...)")
+            raise TypeError(f"{operation}: {path} is an int beyond 64 bits; keep it as text: str(...)")
     elif kind is list:
         assert isinstance(value, list)
         for at, item in enumerate(value):
-            _check(item, f"{path}[{at}]", depth + 1)
+            _check(item, f"{path}[{at}]", depth + 1, operation, arrays)
     elif kind is dict:
         assert isinstance(value, dict)
         for key, item in value.items():
             if type(key) not in (str, int, bytes):
                 raise TypeError(
-                    f"encode state: {path} has a key of type {type(key).__name__}; use str, int or bytes"
+                    f"{operation}: {path} has a key of type {type(key).__name__}; use str, int or bytes"
                 )
-            _check(key, f"{path} (a key)", depth + 1)
+            _check(key, f"{path} (a key)", depth + 1, operation, arrays)
             step = f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
-            _check(item, path + step, depth + 1)
-    elif kind is np.ndarray:
+            _check(item, path + step, depth + 1, operation, arrays)
+    elif kind is np.ndarray and arrays:
         assert isinstance(value, np.ndarray)
         if value.dtype.hasobject or np.dtype(value.dtype.str) != value.dtype:
             raise TypeError(
-                f"encode state: {path} is an array of dtype {value.dtype}, which has no name of its own in "
+                f"{operation}: {path} is an array of dtype {value.dtype}, which has no name of its own in "
                 "numpy; view it as plain integers"
             )
     else:
-        raise TypeError(f"encode state: {path} is a {_name(kind)}; {_advice(value)}")
+        raise TypeError(f"{operation}: {path} is a {_name(kind)}; {_advice(value, arrays)}")
 
 
 def _name(kind: type) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _advice(value: object) -> str:
+def _advice(value: object, arrays: bool) -> str:
     if isinstance(value, tuple):
         return "it would come back as a list: use a list"
     if isinstance(value, np.generic):
         return "use .item()"
     if isinstance(value, np.random.Generator):
         return "keep json.dumps(rng.bit_generator.state)"
-    return "a state holds None, bool, int, float, str, bytes, list, dict and ndarray"
+    plain = "None, bool, int, float, str, bytes, list, dict"
+    return f"a state holds {plain} and ndarray" if arrays else f"allowed are {plain}"
 
 
 def _encode_array(value: object) -> msgspec.msgpack.Ext:

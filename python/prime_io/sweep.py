@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from prime_io.resume import version_of
 from prime_io.slices import in_slices
 
 __all__ = ["GRACE_S", "SweepReport", "sweep"]
@@ -20,7 +21,6 @@ GRACE_S: Final = 3600.0
 """How long a sweep spares what a process that is alive may still be writing or handing over, in seconds."""
 
 _NAME: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,200}(/(?!\.)[A-Za-z0-9._-]{1,200})*")
-_VERSION: Final = re.compile(r"v(0|[1-9][0-9]*)/")
 
 
 class SweepReport(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ def sweep(
                     doomed.append((file, size, True))
                 else:
                     spared += 1
-            elif before is None or (_version(file) < before and mtime_ns <= old):
+            elif before is None or (mtime_ns <= old and _below(before, file)):
                 doomed.append((file, size, False))
             else:
                 spared += 1
@@ -109,6 +109,8 @@ def _roots(files: Iterable[str]) -> Iterator[str]:
             yield file
 
 
-def _version(file: str) -> int:
-    match = _VERSION.match(file)
-    return int(match[1]) if match else 2**63
+def _below(before: int, file: str) -> bool:
+    try:
+        return version_of(file) < before
+    except ValueError:
+        return False  # of no version that we know

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from .segment import PayloadSegment
+from .state import check_plain
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Reason: TypeAlias = Literal["stale", "overload"]
@@ -203,7 +204,8 @@ class OpenGroup(msgspec.Struct):
 class TaskRequest(msgspec.Struct, frozen=True):
     """`rollouts` rollouts of a task, for a new group or (after a resume) the rest of an open one.
 
-    Their member numbers start at `first_member`.
+    Their member numbers start at `first_member`. The task goes into checkpoints: TypeError, naming what, unless it
+    is made of None, bool, int (64 bits), float, str, bytes, list and dict.
     """
 
     env_name: str
@@ -216,6 +218,7 @@ class TaskRequest(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.rollouts < 1:
             raise ValueError(f"TaskRequest {self.group_id}: rollouts must be at least 1, not {self.rollouts}")
+        check_plain(self.task, "task", operation=f"TaskRequest {self.group_id}")
 
 
 class GroupCancellation(msgspec.Struct, frozen=True):
@@ -237,6 +240,32 @@ class TrainBatch(msgspec.Struct, frozen=True):
     checkpoint: bool = False
 
 
+class PackedBatch(msgspec.Struct, frozen=True):
+    """A batch as the orchestrator takes it: each trace as it was encoded when it was queued.
+
+    Decoding hundreds of traces takes many milliseconds, and the event loop must not stand still for that.
+    """
+
+    step: int
+    lineage: str
+    trace_ids: list[str]
+    traces: list[msgspec.Raw]
+    files: list[str]
+    checkpoint: bool = False
+
+    def encode(self) -> bytes:
+        """The bytes of the `TrainBatch`."""
+        return msgspec.msgpack.encode(
+            {
+                "step": self.step,
+                "lineage": self.lineage,
+                "traces": self.traces,
+                "files": self.files,
+                "checkpoint": self.checkpoint,
+            }
+        )
+
+
 class ScoredGroup(msgspec.Struct, frozen=True):
     """What `TrainSource.on_result` learns about a group that was scored."""
 
@@ -248,5 +277,5 @@ class ScoredGroup(msgspec.Struct, frozen=True):
 
 
 def is_stale(policy: PolicySpan | None, *, step: int, max_off_policy_steps: int) -> bool:
-    """Whether work of this policy is too old to be trained by batch `step` (DESIGN 2)."""
+    """Whether work of this policy is too old to be trained by batch `step`."""
     return policy is not None and policy.start < (step - 1) - max_off_policy_steps

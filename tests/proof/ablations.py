@@ -16,7 +16,7 @@ def releases_do_not_wait_for_saves(orchestrator: Orchestrator) -> None:
 
 
 def files_go_when_a_batch_ships(orchestrator: Orchestrator) -> None:
-    sink, take = orchestrator.sink, orchestrator.sink.take_batch
+    sink, take = orchestrator.sink, orchestrator.sink.take_packed
 
     def taken() -> Any:
         batch = take()
@@ -24,7 +24,7 @@ def files_go_when_a_batch_ships(orchestrator: Orchestrator) -> None:
             sink.trained(batch.step)
         return batch
 
-    sink.take_batch = taken  # type: ignore[method-assign]
+    sink.take_packed = taken  # type: ignore[method-assign]
 
 
 def restore_links_nothing_back(orchestrator: Orchestrator) -> None:
