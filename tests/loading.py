@@ -66,7 +66,6 @@ class Run:
         """Write samples, payload in `parts` files, as the workers and the sink do."""
         made = []
         for arrays in samples:
-            n = len(arrays["token_ids"])
             payload = []
             for part in range(parts):
                 rows = arrays[EXPERTS]
@@ -85,7 +84,6 @@ class Run:
                     advantages=arrays["advantages"],
                 )
             )
-            assert n == len(arrays["mask"])
         episode = Episode(name, "env", name, None, None, 0, [Trace(name, 1.0, made)], lineage=self.lineage.id)
         stored = spill(episode, store=self.store)
         tokens = sum(s.n_tokens for s in stored.traces[0].samples)

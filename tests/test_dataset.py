@@ -66,5 +66,3 @@ def test_a_dataset_is_parameters(run: Run) -> None:
     prepare_resume(run.root, None)
     with pytest.raises(LineageLeftError, match="was left"):
         next(iter(dataset))
-    with pytest.raises(TypeError, match="on_missing"):
-        PayloadDataset(run.root, FIELDS, seq_len=64, start=1, on_missing="mask")

@@ -45,9 +45,10 @@ def faulty(tmp_path: Path) -> Iterator[Faulty]:
     run.store.close()
 
 
-def test_a_stale_handle_is_opened_again(faulty: Faulty) -> None:
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_stale_handle_is_opened_again(faulty: Faulty, ragged: bool) -> None:
     """ESTALE in the middle of a read (a file server was restarted) is not the end: the file is opened once more."""
-    made = faulty.run.batch(1, [40])
+    made = faulty.run.batch(1, [40], ragged=ragged)
     with faulty.loader() as loader:
         step = next(iter(loader))
         faulty.control.write_text("ESTALE 1")

@@ -43,14 +43,25 @@ class PayloadDataset(IterableDataset[MicroBatch]):
         store: str | os.PathLike[str] | None = None,
         dp: tuple[int, int] = (0, 1),
         cp: tuple[int, int] = (0, 1),
-        **options: Any,
+        multiple: int = 1,
+        columns: Mapping[str, FieldSpec] | None = None,
+        lookahead: int = 4,
+        budget_bytes: int = 1 << 30,
+        verify: bool = True,
     ) -> None:
-        if misfits := options.keys() - {"multiple", "columns", "lookahead", "budget_bytes", "verify"}:
-            raise TypeError(f"PayloadDataset takes no {', '.join(sorted(misfits))}")
         self._run, self._lineage = Path(run), Lineage.load(Path(run)).id
         self._store = self._run / "payloads" if store is None else Path(store)
         self._dp, self._cp = dp, cp
-        self._arguments = {"fields": dict(fields), "seq_len": seq_len, "start": start, **options}
+        self._arguments: dict[str, Any] = {
+            "fields": dict(fields),
+            "seq_len": seq_len,
+            "start": start,
+            "multiple": multiple,
+            "columns": columns,
+            "lookahead": lookahead,
+            "budget_bytes": budget_bytes,
+            "verify": verify,
+        }
 
     def __iter__(self) -> Iterator[MicroBatch]:
         lineage = Lineage.load(self._run)

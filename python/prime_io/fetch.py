@@ -125,7 +125,13 @@ def _ragged(
     layout: Layout,
     verify: bool,
 ) -> Ragged:
+    """A ragged field of the window; one without rows has its layout too. A stale handle as in `_gather`."""
     if segments:
+        try:
+            return store.gather_ragged(segments, name, lo, hi, dtype=layout[0], verify=verify)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
         return store.gather_ragged(segments, name, lo, hi, dtype=layout[0], verify=verify)
     empty = Gather(segments=[], field=name, lo=0, hi=0, dtype=layout[0], shape=layout[1])
     [answer] = store.gather_many([empty])

@@ -223,6 +223,7 @@ class PayloadLoader:
             left = step.count - step.taken
             raise ValueError(f"step {number}: {left} micro-batches are left; iterate them all")
         self._batches.meet(number, "done")
+        # All have finished. That it is published is told too: if it cannot be, no rank goes on.
         failure = None
         if self._ranks.rank == 0:
             try:

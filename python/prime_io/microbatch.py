@@ -1,7 +1,4 @@
-"""One micro-batch: the tensors of a packed sequence, and how they are read.
-
-`fetch` runs on the reader's thread, what it returns on the consumer's.
-"""
+"""What the trainer gets: the tensors of a packed sequence."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ class ReadAhead(Generic[T]):
         """The next result; waits for it, and raises what its job raised. Signals get through while it waits."""
         began = time.perf_counter()
         with self._changed:
-            self.check()
             while not self._done:
+                self.check()
                 if not self._jobs and not self._ahead:
                     raise RuntimeError("nothing is being read: the step's micro-batches are used up")
                 self._changed.wait()
