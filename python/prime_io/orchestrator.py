@@ -255,6 +255,7 @@ class Orchestrator:
             for version in self._store.versions():
                 if version < before and not store.list(f"v{version}"):
                     self._store.retire(version)
+            self._store.empty_trash()
         except OSError as error:
             log.warning("an empty version directory stays: %s", error)
 
