@@ -10,11 +10,13 @@
 //! read for a request before its segments fit the sizes of their files.
 
 mod convert;
+mod engine;
 mod files;
 mod jobs;
 mod pieces;
 mod plan;
 mod read;
+mod ring;
 #[cfg(test)]
 mod tests;
 
@@ -28,6 +30,7 @@ use crate::format::DType;
 use crate::fs::Fs;
 use crate::slab::{Pool, Slab};
 
+pub use engine::{COUNTS, Counts, Engine, check, uring_facts};
 use jobs::Target;
 use plan::Plan;
 
@@ -102,6 +105,8 @@ pub struct Source<'a, F: Fs> {
     pub stop: &'a AtomicBool,
     /// Whether to check every touched block of segments with a checksum.
     pub verify: bool,
+    /// What reads.
+    pub engine: Engine,
 }
 
 /// `(bytes of out, bytes of valid)` for rows `lo..hi` of this type and row shape.

@@ -19,8 +19,10 @@ __all__ = [
     "Slab",
     "Store",
     "Writer",
+    "engine_counts",
     "owner_is_dead",
     "temporary_name",
+    "try_uring",
     "xxh3",
 ]
 
@@ -63,12 +65,14 @@ class Store:
         owner: bool = False,
         run_id: str = "",
         group_writable: bool = False,
+        engine: str = "auto",
     ) -> Store:
         """Open a store; with `create`, make `<root>/STORE` (uuid, format, run id) if there is none.
 
         `owner=True` takes `<root>/LOCK`: BlockingIOError(EAGAIN) naming the store if another process (or
         another Store of this one) has it. FileNotFoundError if it is not a store and `create` is false;
         ValueError for an unknown format, or for a `run_id` that is given and differs from the stored one.
+        `engine`: "auto" | "threads" | "uring", for `gather`; OSError if "uring" is blocked here.
         """
 
     @property
@@ -120,7 +124,8 @@ class Store:
 
         `needs[i]` is the least size that counts; a shorter file is not present, errno ENODATA. Missing:
         ENOENT. Not a regular file or a name that is not allowed: EINVAL; a symbolic link: ELOOP. Sizes are
-        asked for if `needs` or `sizes`, else -1. `method`: "auto" | "scan" | "stat".
+        asked for if `needs` or `sizes`, else -1. `method`: "auto" | "scan" | "stat" | "uring" (stat by io_uring, or
+        by threads where that is blocked).
         """
 
     def gather(
@@ -147,7 +152,8 @@ class Store:
         Raised at once, before any I/O: ValueError for lo, hi, dtype or row shape that cannot work, and for
         destinations that are read-only, not contiguous, of another length, or overlapping in a batch.
         A destination must not be used until the call returns; one whose request failed holds anything.
-        Up to 8 threads read. On KeyboardInterrupt reading stops within a few MiB per thread, then it is
+        Up to 8 threads read, or two rings of 64 reads each; besides its results a gather takes at most 16 MiB
+        (or what one row takes). On KeyboardInterrupt reading stops within a few MiB per thread, then it is
         raised; what `out` holds is then undefined.
         """
 
@@ -270,6 +276,14 @@ class Root:
 
     def hash(self, files: Sequence[str]) -> builtins.list[tuple[int, str] | Exception]:
         """(size, XXH3-64 as 16 hex digits) of each file."""
+
+def engine_counts() -> dict[str, int]:
+    """What this process has read: waves of files by "threads" and by "uring", waves that threads read since a
+    ring was "blocked", files read around the page cache ("direct") and files that "refused" that."""
+
+def try_uring() -> str:
+    """Make a ring and close it: how it gets its completions, "deferred" | "cooperative" | "interrupting". OSError
+    with what to do where io_uring is blocked (EPERM), missing (ENOSYS) or short of locked memory (ENOMEM)."""
 
 def temporary_name() -> str:
     """A fresh `.tmp-<bootid8>-<pid>-<starttime>-<rand>`."""

@@ -2,7 +2,7 @@
 //! segments against them.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
@@ -30,6 +30,8 @@ pub(super) struct Opened<F: Fs> {
     pub(super) file: Option<F::File>,
     pub(super) size: u64,
     pub(super) header: Option<Header>,
+    /// Whether reads of it go around the page cache; then they take whole pages.
+    pub(super) direct: AtomicBool,
 }
 
 /// How many files may stay open at once: a quarter of what the process may have.
@@ -61,6 +63,7 @@ pub(super) fn open<F: Fs>(
             file: keep.then_some(file),
             size,
             header,
+            direct: AtomicBool::new(false),
         })
     })
 }

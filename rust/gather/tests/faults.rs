@@ -6,6 +6,13 @@ use super::*;
 use crate::error::Kind;
 use crate::fs::{FileKind, Io, Stat};
 
+on_each_engine!(
+    short_reads_go_on,
+    a_file_cut_while_it_is_read_is_corrupt,
+    an_unreadable_file_fails_its_requests_alone,
+    files_are_opened_once_and_few_at_a_time,
+);
+
 /// The real filesystem, read-only and troublesome.
 #[derive(Clone)]
 struct Troubled {
@@ -56,6 +63,7 @@ impl Troubled {
                 pool,
                 stop,
                 verify: false,
+                engine: ENGINE.get(),
             },
             requests,
         )
@@ -147,7 +155,6 @@ impl Fs for Troubled {
     }
 }
 
-#[test]
 fn short_reads_go_on() {
     // Promise: a read that moves less than asked is continued, wherever it stops.
     let bench = Bench::new();
@@ -168,7 +175,6 @@ fn short_reads_go_on() {
     }
 }
 
-#[test]
 fn a_file_cut_while_it_is_read_is_corrupt() {
     // Promise: rows are never returned in part; the end of the file tells how far it went.
     let bench = Bench::new();
@@ -195,7 +201,6 @@ fn a_file_cut_while_it_is_read_is_corrupt() {
     );
 }
 
-#[test]
 fn an_unreadable_file_fails_its_requests_alone() {
     // Promise: EIO comes out as EIO, naming the file, and only where that file was needed.
     let bench = Bench::new();
@@ -229,7 +234,6 @@ fn an_unreadable_file_fails_its_requests_alone() {
     assert_eq!(failed, [None, bad.clone(), bad, None]);
 }
 
-#[test]
 fn files_are_opened_once_and_few_at_a_time() {
     // Promise: field after field of the same files opens each once; EMFILE makes the batch smaller,
     // not fail.
