@@ -104,7 +104,7 @@ const SAMPLES: usize = 64;
 /// From this size on a piece is large.
 const LARGE: usize = 1 << 20;
 /// Cold waves of less go to threads: making rings costs as much as some reads.
-const RING_BYTES: u64 = 8 << 20;
+const RING_BYTES: u64 = 2 << 20;
 /// Or of fewer pieces.
 const RING_PIECES: u64 = 64;
 
@@ -219,7 +219,7 @@ fn look<'a, F: Fs>(
 }
 
 /// Readies a file for a ring: reads of it wait (a file opened without waiting would answer `EAGAIN`), and
-/// go around the page cache if it has nothing of it.
+/// go around the page cache if it has next to nothing of it.
 fn prepare<F: Fs>(source: &Source<'_, F>, opened: &Opened<F>, seen: &Seen) {
     let Some(fd) = opened
         .file
@@ -228,7 +228,8 @@ fn prepare<F: Fs>(source: &Source<'_, F>, opened: &Opened<F>, seen: &Seen) {
     else {
         return;
     };
-    let cold = seen.samples > 0 && seen.cold == seen.samples && !seen.unknown;
+    // Not all: a sample may have been brought in by the one before it.
+    let cold = seen.cold > 0 && seen.cold * 4 >= seen.samples * 3 && !seen.unknown;
     if cold && seen.bytes >= LARGE as u64 * seen.pieces {
         match direct::set_direct(fd, true, Aligned::TO) {
             Ok(()) => {
