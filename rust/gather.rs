@@ -3,7 +3,9 @@
 //! ```text
 //! plan    requests  -> disjoint pieces of rows    pure; every claim of a segment is checked
 //! files   names     -> open files and sizes       each once; bounded descriptors
+//! engine  samples   -> threads or rings           what the page cache has decides
 //! jobs    pieces    -> disjoint slices            read, verify, widen or fill; scoped threads
+//! ring    jobs      -> the same, by `io_uring`
 //! ```
 //!
 //! Later segments win; rows that no segment covers get the fill and `valid` 0. Nothing is allocated or
@@ -117,7 +119,7 @@ pub fn sizes(lo: u64, hi: u64, dtype: DType, shape: &[u64]) -> Result<(usize, us
 /// Reads a batch; one result per request, in order. A failed request does not stop the others; its
 /// destination holds anything.
 ///
-/// Threads: at most 8, at least as many as there is work for; 16 for opening files.
+/// Threads: at most 8, no more than there is work for, or 2 with a ring each; 16 for opening files.
 pub fn gather<F: Fs>(source: &Source<'_, F>, requests: Vec<Request<'_>>) -> Vec<Result<Filled>> {
     let mut results: Vec<Option<Result<Filled>>> = Vec::new();
     let mut targets = Vec::new();
