@@ -115,6 +115,8 @@ struct Seen {
     bytes: u64,
     samples: u64,
     cold: u64,
+    /// Pieces of files beyond the budget: opened for each read, which a ring does not do.
+    closed: u64,
     unknown: bool,
 }
 
@@ -132,6 +134,7 @@ pub(super) fn choose<F: Fs>(
         all.bytes += seen.bytes;
         all.samples += seen.samples;
         all.cold += seen.cold;
+        all.closed += seen.closed;
         all.unknown |= seen.unknown;
     }
     let cache = if all.unknown {
@@ -141,7 +144,8 @@ pub(super) fn choose<F: Fs>(
     } else {
         Cache::Warm
     };
-    let enough = all.bytes >= RING_BYTES || all.pieces >= RING_PIECES;
+    let enough =
+        (all.bytes >= RING_BYTES || all.pieces >= RING_PIECES) && all.closed * 2 <= all.pieces;
     let wanted = match source.engine {
         Engine::Auto => cache == Cache::Cold && enough,
         Engine::Threads => false,
