@@ -3,18 +3,22 @@
 //! ```text
 //! plan    requests  -> disjoint pieces of rows    pure; every claim of a segment is checked
 //! files   names     -> open files and sizes       each once; bounded descriptors
+//! engine  samples   -> threads or rings           what the page cache has decides
 //! jobs    pieces    -> disjoint slices            read, verify, widen or fill; scoped threads
+//! ring    jobs      -> the same, by `io_uring`
 //! ```
 //!
 //! Later segments win; rows that no segment covers get the fill and `valid` 0. Nothing is allocated or
 //! read for a request before its segments fit the sizes of their files.
 
 mod convert;
+mod engine;
 mod files;
 mod jobs;
 mod pieces;
 mod plan;
 mod read;
+mod ring;
 #[cfg(test)]
 mod tests;
 
@@ -28,6 +32,7 @@ use crate::format::DType;
 use crate::fs::Fs;
 use crate::slab::{Pool, Slab};
 
+pub use engine::{COUNTS, Counts, Engine, check, uring_facts};
 use jobs::Target;
 use plan::Plan;
 
@@ -102,6 +107,8 @@ pub struct Source<'a, F: Fs> {
     pub stop: &'a AtomicBool,
     /// Whether to check every touched block of segments with a checksum.
     pub verify: bool,
+    /// What reads.
+    pub engine: Engine,
 }
 
 /// `(bytes of out, bytes of valid)` for rows `lo..hi` of this type and row shape.
@@ -112,7 +119,7 @@ pub fn sizes(lo: u64, hi: u64, dtype: DType, shape: &[u64]) -> Result<(usize, us
 /// Reads a batch; one result per request, in order. A failed request does not stop the others; its
 /// destination holds anything.
 ///
-/// Threads: at most 8, at least as many as there is work for; 16 for opening files.
+/// Threads: at most 8, no more than there is work for, or 2 with a ring each; 16 for opening files.
 pub fn gather<F: Fs>(source: &Source<'_, F>, requests: Vec<Request<'_>>) -> Vec<Result<Filled>> {
     let mut results: Vec<Option<Result<Filled>>> = Vec::new();
     let mut targets = Vec::new();

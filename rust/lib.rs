@@ -30,6 +30,7 @@ pub mod slab;
 pub mod store;
 pub mod sweep;
 pub mod threads;
+pub mod uring;
 pub mod writer;
 
 pub use error::{Error, Result};

@@ -1,6 +1,8 @@
 //! Probe: which files are there. A missing file is an answer; what could not be found out is an
 //! error, and never reported as missing.
 
+mod ring;
+
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::ops::ControlFlow;
@@ -22,6 +24,9 @@ pub enum Method {
     Scan,
     /// Stat every name.
     Stat,
+    /// Stat every name on an `io_uring`; on threads where that is blocked. Never chosen by itself: the
+    /// kernel serves `statx` from threads of its own.
+    Uring,
 }
 
 /// What a probe found about one file.
@@ -109,12 +114,18 @@ impl<F: Fs> Store<F> {
                 }
             }
         }
-        let found = threads::map(&unknown, IO_THREADS, |&(index, dir)| {
-            let need = needs
+        let need = |index: usize| {
+            needs
                 .and_then(|needs| needs.get(index))
-                .copied()
-                .unwrap_or(0);
-            self.stat_one(dir, files[index], need, sizes)
+                .map_or(0, |need| *need)
+        };
+        if method == Method::Uring {
+            unknown = self.on_ring(&unknown, files, &mut answers, |index, stat| {
+                judge(stat, need(index), sizes)
+            });
+        }
+        let found = threads::map(&unknown, IO_THREADS, |&(index, dir)| {
+            self.stat_one(dir, files[index], need(index), sizes)
         });
         for ((index, _), answer) in unknown.into_iter().zip(found) {
             answers[index] = answer;
@@ -145,7 +156,7 @@ impl<F: Fs> Store<F> {
                 let slow = start.elapsed() > SLOW;
                 asked * if slow { SPARSE_SLOW } else { SPARSE } + SOME
             }
-            Method::Auto | Method::Stat => return Ok((dir, Vec::new())),
+            Method::Auto | Method::Stat | Method::Uring => return Ok((dir, Vec::new())),
         };
         let listed = self.listed(&dir, group, files, limit, judge);
         Ok((dir, listed))
@@ -201,29 +212,7 @@ impl<F: Fs> Store<F> {
             Err(Errno::STALE) => self.again(parent, name),
             other => other,
         };
-        let stat = match stat {
-            Ok(stat) => stat,
-            Err(errno) => return Answer::error(errno),
-        };
-        if let Some(errno) = whole::wrong_kind(stat.kind) {
-            return Answer::error(errno);
-        }
-        let size = if sizes {
-            i64::try_from(stat.size).unwrap_or(i64::MAX)
-        } else {
-            -1
-        };
-        if stat.size < need {
-            return Answer {
-                size,
-                ..Answer::error(Errno::NODATA)
-            };
-        }
-        Answer {
-            present: true,
-            size,
-            errno: 0,
-        }
+        judge(stat.map(|stat| (stat.kind, stat.size)), need, sizes)
     }
 
     fn again(&self, parent: &str, name: &str) -> Io<crate::fs::Stat> {
@@ -259,6 +248,33 @@ impl Hasher for Keyed {
     }
 }
 
+/// What an entry, by its kind and size, is to a probe.
+fn judge(stat: Io<(FileKind, u64)>, need: u64, sizes: bool) -> Answer {
+    let (kind, len) = match stat {
+        Ok(stat) => stat,
+        Err(errno) => return Answer::error(errno),
+    };
+    if let Some(errno) = whole::wrong_kind(kind) {
+        return Answer::error(errno);
+    }
+    let size = if sizes {
+        i64::try_from(len).unwrap_or(i64::MAX)
+    } else {
+        -1
+    };
+    if len < need {
+        return Answer {
+            size,
+            ..Answer::error(Errno::NODATA)
+        };
+    }
+    Answer {
+        present: true,
+        size,
+        errno: 0,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -268,7 +284,7 @@ mod tests {
 
     #[test]
     fn all_ways_agree_on_everything_odd() {
-        // Promise: scan, stat and auto give the same answers on both confinements: present, missing,
+        // Promise: scan, stat, io_uring and auto give the same answers on both confinements: present, missing,
         // short, links, directories, FIFOs, bad names; an unreadable place is never "missing".
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path();
@@ -306,7 +322,7 @@ mod tests {
             let fs = RealFs::with(confinement);
             let dir = fs.open_root(path.to_str().unwrap(), false).unwrap();
             let subject = Store::open(fs, dir, "t", &StoreOptions::default()).unwrap();
-            for method in [Method::Auto, Method::Scan, Method::Stat] {
+            for method in [Method::Auto, Method::Scan, Method::Stat, Method::Uring] {
                 let plain = subject.probe(&files, None, false, method);
                 let with_size = subject.probe(&files, None, true, method);
                 let beyond: Vec<u64> = needs.iter().map(|need| need + 1).collect();

@@ -34,7 +34,7 @@ def probe(
 
 
 def test_all_ways_to_probe_agree(store: Store) -> None:
-    # Promise: auto, scan and stat answer alike, whatever is asked and however much of it.
+    # Promise: auto, scan, stat and io_uring answer alike, whatever is asked and however much of it.
     good = [small(store, version) for version in (1, 1, 2)]
     os.mkfifo(f"{store.root}/v1/fifo")
     os.mkdir(f"{store.root}/v1/dir")
@@ -43,7 +43,7 @@ def test_all_ways_to_probe_agree(store: Store) -> None:
     files = [*good, *odd, good[0]]
     size = os.path.getsize(f"{store.root}/{good[0]}")
     expect = [0, 0, 0, *[errno.EINVAL] * 2, errno.ELOOP, *[errno.ENOENT] * 2, *[errno.EINVAL] * 4, 0]
-    for method in ("auto", "scan", "stat"):
+    for method in ("auto", "scan", "stat", "uring"):
         present, sizes, errors = probe(store, files, method=method)
         assert errors == expect and present == [e == 0 for e in expect] and set(sizes) == {-1}
         _, sizes, errors = probe(store, files, method=method, sizes=True)

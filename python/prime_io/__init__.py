@@ -12,6 +12,7 @@ from ._native import CorruptPayloadError
 from .checkpoint import CheckpointManager
 from .columns import load_batch
 from .dispatcher import Dispatcher, Rollout
+from .engine import EngineReport, engine_report
 from .exchange import Exchange
 from .gather import Gather, Ragged
 from .lineage import Lineage, LineageLeftError, prepare_resume
@@ -92,6 +93,7 @@ __all__ = [
     "CorruptCheckpointError",
     "CorruptPayloadError",
     "Dispatcher",
+    "EngineReport",
     "Environment",
     "Episode",
     "Exchange",
@@ -134,6 +136,7 @@ __all__ = [
     "covers",
     "decode_state",
     "encode_state",
+    "engine_report",
     "files",
     "grpo",
     "load_batch",

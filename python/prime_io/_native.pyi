@@ -19,8 +19,10 @@ __all__ = [
     "Slab",
     "Store",
     "Writer",
+    "engine_counts",
     "owner_is_dead",
     "temporary_name",
+    "try_uring",
     "xxh3",
 ]
 
@@ -63,12 +65,14 @@ class Store:
         owner: bool = False,
         run_id: str = "",
         group_writable: bool = False,
+        engine: str = "auto",
     ) -> Store:
         """Open a store; with `create`, make `<root>/STORE` (uuid, format, run id) if there is none.
 
         `owner=True` takes `<root>/LOCK`: BlockingIOError(EAGAIN) naming the store if another process (or
         another Store of this one) has it. FileNotFoundError if it is not a store and `create` is false;
         ValueError for an unknown format, or for a `run_id` that is given and differs from the stored one.
+        `engine`: "auto" | "threads" | "uring", for `gather`; OSError if "uring" is blocked here.
         """
 
     @property
@@ -116,9 +120,9 @@ class Store:
         A segment asks for its file, and that it reaches to the segment's end; a shorter file is not present,
         ENODATA. Missing: ENOENT. Not a regular file, a name that is not allowed, or a segment that cannot be
         (negative, overflow, unknown dtype): EINVAL; a symbolic link: ELOOP. Sizes are given if a segment is
-        asked for, or with `sizes`, else -1. `method`: "auto" | "scan" | "stat". TypeError for what is
-        neither a name nor a segment. While it reads a long list, it lets other threads of the interpreter run
-        every millisecond.
+        asked for, or with `sizes`, else -1. `method`: "auto" | "scan" | "stat" | "uring" (stat by io_uring,
+        or by threads where that is blocked). TypeError for what is neither a name nor a segment. While it reads
+        a long list, it lets other threads of the interpreter run every millisecond.
         """
 
     def gather(
@@ -145,7 +149,8 @@ class Store:
         Raised at once, before any I/O: ValueError for lo, hi, dtype or row shape that cannot work, and for
         destinations that are read-only, not contiguous, of another length, or overlapping in a batch.
         A destination must not be used until the call returns; one whose request failed holds anything.
-        Up to 8 threads read. On KeyboardInterrupt reading stops within a few MiB per thread, then it is
+        Up to 8 threads read, or two rings of 64 reads each; besides its results a gather takes at most 16 MiB
+        (or what one row takes). On KeyboardInterrupt reading stops within a few MiB per thread, then it is
         raised; what `out` holds is then undefined.
         """
 
@@ -272,6 +277,14 @@ class Root:
 
     def hash(self, files: Sequence[str]) -> builtins.list[tuple[int, str] | Exception]:
         """(size, XXH3-64 as 16 hex digits) of each file."""
+
+def engine_counts() -> dict[str, int]:
+    """What this process has read: waves of files by "threads" and by "uring", waves that threads read since a
+    ring was "blocked", files read around the page cache ("direct") and files that "refused" that."""
+
+def try_uring() -> str:
+    """Make a ring and close it: how it gets its completions, "deferred" | "cooperative" | "interrupting". OSError
+    with what to do where io_uring is blocked (EPERM), missing (ENOSYS) or short of locked memory (ENOMEM)."""
 
 def temporary_name() -> str:
     """A fresh `.tmp-<bootid8>-<pid>-<starttime>-<rand>`."""

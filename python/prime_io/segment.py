@@ -450,6 +450,13 @@ class _Roles(dict[str, Literal["rows", "free", "values"]]):
 
 def visible(segments: Sequence[PayloadSegment], lo: int, hi: int) -> list[PayloadSegment]:
     """The segments of which some row in [lo, hi) is not hidden by a later one."""
+    at = lo
+    for s in segments:
+        if s.pos < at or s.rows == 0 or s.pos + s.rows > hi:
+            break
+        at = s.pos + s.rows
+    else:
+        return list(segments)  # one after the other, as nearly always
     starts, ends = ([lo], [hi]) if lo < hi else ([], [])  # ascending, disjoint: what is still uncovered
     out = []
     for s in reversed(segments):

@@ -57,6 +57,10 @@ class PayloadStore:
     deletes must hold: BlockingIOError if another has it. `run_id` ties the store to a run: ValueError if it
     is another's. `group_writable=True` lets writers and the owner be different users of one group.
 
+    `engine` reads: "auto" takes io_uring for what is not in the page cache (large pieces then go around it) and
+    threads for the rest, and threads for all where io_uring is blocked; "threads" and "uring" force one. Results
+    and errors are the same. OSError where "uring" is forced and blocked; see `engine_report`.
+
     Safe to use from several threads. A context manager; closing gives the lock up.
     """
 
@@ -68,9 +72,15 @@ class PayloadStore:
         owner: bool = False,
         run_id: str = "",
         group_writable: bool = False,
+        engine: Literal["auto", "threads", "uring"] = "auto",
     ) -> None:
         self.native: Final = _native.Store(
-            os.fspath(root), create=create, owner=owner, run_id=run_id, group_writable=group_writable
+            os.fspath(root),
+            create=create,
+            owner=owner,
+            run_id=run_id,
+            group_writable=group_writable,
+            engine=engine,
         )
         self._durable: set[str] = set()
 

@@ -5,9 +5,11 @@
 //! from data with [`check_path`] first; implementations confine them all the same.
 
 use std::ops::ControlFlow;
+use std::os::fd::BorrowedFd;
 
 use rustix::io::Errno;
 
+pub mod direct;
 pub mod real;
 pub mod sim;
 pub mod whole;
@@ -93,6 +95,14 @@ pub trait Fs: Clone + Send + Sync {
     /// Locks a file made for nothing else; `EAGAIN` if another process, or another lock of this
     /// one, holds it. A forked child does not hold it.
     fn lock(&self, at: &Self::Dir, name: &str) -> Io<Self::Lock>;
+    /// The kernel's descriptor, for what reads without [`Fs::read_at`]; none where all must go through it.
+    fn file_fd<'f>(&self, _file: &'f Self::File) -> Option<BorrowedFd<'f>> {
+        None
+    }
+    /// The kernel's descriptor of a directory, likewise.
+    fn dir_fd<'d>(&self, _dir: &'d Self::Dir) -> Option<BorrowedFd<'d>> {
+        None
+    }
     /// Calls `each` for every entry but `.` and `..` until it breaks; names that are not UTF-8 are
     /// passed over (no name of ours is one).
     fn list(

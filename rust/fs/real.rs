@@ -137,7 +137,7 @@ fn component(name: &str) -> Io<&str> {
     if bad { Err(Errno::INVAL) } else { Ok(name) }
 }
 
-fn kind_of(kind: FileType) -> FileKind {
+pub(crate) fn kind_of(kind: FileType) -> FileKind {
     match kind {
         FileType::RegularFile => FileKind::File,
         FileType::Directory => FileKind::Dir,
@@ -304,6 +304,14 @@ impl Fs for RealFs {
             }
         }
         Err(Errno::AGAIN)
+    }
+
+    fn file_fd<'f>(&self, file: &'f OwnedFd) -> Option<BorrowedFd<'f>> {
+        Some(file.as_fd())
+    }
+
+    fn dir_fd<'d>(&self, dir: &'d OwnedFd) -> Option<BorrowedFd<'d>> {
+        Some(dir.as_fd())
     }
 
     fn list(

@@ -1,8 +1,8 @@
 //! Opens the files of a batch, each once, within the limit on open descriptors, and holds the claims of
 //! segments against them.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
@@ -12,8 +12,11 @@ use super::plan::{Need, Plan};
 use super::read::Check;
 use crate::error::{Context, Error, Result};
 use crate::format::{Header, TensorInfo, segment_checksum};
-use crate::fs::{Fs, split_path};
+use crate::fs::{FileKind, Fs, split_path};
 use crate::threads::{self, IO_THREADS};
+
+/// The most directories that are held open to measure files.
+const PARENTS: usize = 4;
 
 /// A file of the batch.
 #[derive(Debug, Clone, Copy)]
@@ -30,6 +33,8 @@ pub(super) struct Opened<F: Fs> {
     pub(super) file: Option<F::File>,
     pub(super) size: u64,
     pub(super) header: Option<Header>,
+    /// Whether reads of it go around the page cache; then they take whole pages.
+    pub(super) direct: AtomicBool,
 }
 
 /// How many files may stay open at once: a quarter of what the process may have.
@@ -38,7 +43,8 @@ pub(super) fn budget() -> usize {
     usize::try_from(limit.clamp(4, 1024)).unwrap_or(4)
 }
 
-/// Opens, measures and, where wanted, reads the header of every file.
+/// Opens, measures and, where wanted, reads the header of every file. Beyond the budget a file is only
+/// measured, as far as that goes without opening it.
 pub(super) fn open<F: Fs>(
     source: &Source<'_, F>,
     names: &[Wanted<'_>],
@@ -46,9 +52,25 @@ pub(super) fn open<F: Fs>(
 ) -> Vec<Result<Opened<F>>> {
     let kept = AtomicUsize::new(0);
     let helpers = (names.len() / 8 + 1).min(IO_THREADS).min(budget);
+    let parents = parents(source, names.get(budget..).unwrap_or_default());
     threads::map(names, helpers, |wanted| {
         source.go_on()?;
         let name = wanted.name;
+        let (parent, last) = split_path(name);
+        let opened = |file, size, header| Opened {
+            file,
+            size,
+            header,
+            direct: AtomicBool::new(false),
+        };
+        if kept.load(Ordering::Relaxed) >= budget
+            && !wanted.header
+            && let Some(parent) = parents.get(parent)
+            && let Ok(stat) = source.fs.stat(parent, last)
+            && stat.kind == FileKind::File
+        {
+            return Ok(opened(None, stat.size, None));
+        }
         let file = open_one(source, name)?;
         let size = source.fs.stat_file(&file).context("gather", name)?.size;
         let header = if wanted.header {
@@ -57,12 +79,21 @@ pub(super) fn open<F: Fs>(
             None
         };
         let keep = kept.fetch_add(1, Ordering::Relaxed) < budget;
-        Ok(Opened {
-            file: keep.then_some(file),
-            size,
-            header,
-        })
+        Ok(opened(keep.then_some(file), size, header))
     })
+}
+
+/// The directories of some files, where they are few.
+fn parents<'p, F: Fs>(source: &Source<'_, F>, names: &[Wanted<'p>]) -> BTreeMap<&'p str, F::Dir> {
+    let paths: BTreeSet<&str> = names
+        .iter()
+        .map(|wanted| split_path(wanted.name).0)
+        .collect();
+    if paths.len() > PARENTS {
+        return BTreeMap::new();
+    }
+    let open = |path| Some((path, source.fs.open_dir(source.dir, path).ok()?));
+    paths.into_iter().filter_map(open).collect()
 }
 
 /// Opens one file. What seems missing is asked for again after its directories were opened: an NFS

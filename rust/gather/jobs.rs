@@ -5,10 +5,11 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::available_parallelism;
 
 use super::convert::{Rows, paint};
+use super::engine::{self, Cache};
 use super::files::{Files, Opened, check_files, open_one};
 use super::plan::{Need, Plan};
 use super::read::{Check, Reader};
-use super::{Filled, Source};
+use super::{Filled, Source, ring};
 use crate::error::{Error, Result};
 use crate::fs::Fs;
 use crate::slab::Slab;
@@ -16,6 +17,8 @@ use crate::threads;
 
 /// A job reads or fills about this much.
 const JOB: usize = 4 << 20;
+/// A job for a ring reads about this much: as many at once as a disk likes, a block each to check.
+const RING_JOB: usize = 1 << 20;
 /// A job that converts reads about this much, so that it stays in the cache.
 const CONVERT: usize = 512 << 10;
 /// The most threads.
@@ -65,21 +68,21 @@ impl Memory<'_> {
 }
 
 /// What fills one slice.
-struct Job<'a, F: Fs> {
+pub(super) struct Job<'a, F: Fs> {
     /// The index in the batch.
     request: usize,
     plan: &'a Plan,
-    /// Locked by the one thread that runs the job.
-    out: Mutex<&'a mut [u8]>,
+    /// Locked by the one thread that runs the job; empty while the kernel has it.
+    pub(super) out: Mutex<&'a mut [u8]>,
     /// None: fill.
-    read: Option<Read<'a, F>>,
+    pub(super) read: Option<Read<'a, F>>,
 }
 
-struct Read<'a, F: Fs> {
-    need: &'a Need,
-    opened: &'a Opened<F>,
-    offset: u64,
-    check: Option<Check<'a>>,
+pub(super) struct Read<'a, F: Fs> {
+    pub(super) need: &'a Need,
+    pub(super) opened: &'a Opened<F>,
+    pub(super) offset: u64,
+    pub(super) check: Option<Check<'a>>,
 }
 
 /// Serves a batch whose files were opened; `index` finds a file's place in `opened`.
@@ -99,6 +102,15 @@ pub(super) fn run<'a, F: Fs>(
             (plan, ready)
         })
         .collect();
+    let ready = batch.iter().filter_map(|(plan, ready)| {
+        let (files, _) = ready.as_ref().ok()?;
+        Some((*plan, files))
+    });
+    let way = match engine::choose(source, &ready.collect::<Vec<_>>()) {
+        Ok(way) => way,
+        Err(errno) => return batch.iter().map(|_| Err(engine::missing(errno))).collect(),
+    };
+    let most = if way.ring.is_some() { RING_JOB } else { JOB };
     let mut jobs = Vec::new();
     for (request, (plan, ready)) in batch.iter_mut().enumerate() {
         if let Ok((files, target)) = ready {
@@ -108,24 +120,13 @@ pub(super) fn run<'a, F: Fs>(
                 now.fill(u8::from(piece.covered));
                 valid = later;
             }
-            cut(&mut jobs, request, plan, files, target.out.bytes());
+            cut(&mut jobs, request, plan, files, target.out.bytes(), most);
         }
     }
-    let spare: Mutex<Vec<Scratch>> = Mutex::new(Vec::new());
-    let done = threads::map(&jobs, helpers(&jobs, budget), |job| {
-        source.go_on()?;
-        let mut scratch = spare
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop()
-            .unwrap_or_default();
-        let result = job.run(source, &mut scratch);
-        spare
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(scratch);
-        result
-    });
+    let done = match way.ring {
+        Some(ring) => ring::run(source, &jobs, ring),
+        None => on_threads(source, &jobs, helpers(&jobs, budget, way.cache)),
+    };
     let mut failed: HashMap<usize, Error> = HashMap::new();
     for (job, result) in jobs.iter().zip(done) {
         if let Err(error) = result {
@@ -146,6 +147,29 @@ pub(super) fn run<'a, F: Fs>(
     batch.into_iter().enumerate().map(finish).collect()
 }
 
+/// One result per job.
+fn on_threads<F: Fs>(
+    source: &Source<'_, F>,
+    jobs: &[Job<'_, F>],
+    threads: usize,
+) -> Vec<Result<()>> {
+    let spare: Mutex<Vec<Scratch>> = Mutex::new(Vec::new());
+    threads::map(jobs, threads, |job| {
+        source.go_on()?;
+        let mut scratch = spare
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .pop()
+            .unwrap_or_default();
+        let result = job.run(source, &mut scratch);
+        spare
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(scratch);
+        result
+    })
+}
+
 /// Gives a request the memory that it did not bring.
 fn allocate<'a, F: Fs>(
     source: &Source<'_, F>,
@@ -161,13 +185,14 @@ fn allocate<'a, F: Fs>(
     Ok(target)
 }
 
-/// Appends the jobs that together write every byte of `out`.
+/// Appends the jobs that together write every byte of `out`; one reads at most `most` bytes, or a row.
 fn cut<'a, F: Fs>(
     jobs: &mut Vec<Job<'a, F>>,
     request: usize,
     plan: &'a Plan,
     files: &Files<'a, F>,
     mut out: &'a mut [u8],
+    most: usize,
 ) {
     if plan.row_bytes == 0 {
         return;
@@ -188,16 +213,16 @@ fn cut<'a, F: Fs>(
         };
         let (opened, check) = files[need];
         let need = &plan.needs[need];
-        let direct = plan.stored(need).are_equal();
+        let equal = plan.stored(need).are_equal();
         while !rest.is_empty() {
-            let (bytes, stored) = if direct {
-                // Jobs end where blocks end, so that no block is hashed twice.
-                let phase = check.map_or(0, |check| (offset - check.tensor.offset) % JOB as u64);
+            let (bytes, stored) = if equal {
+                // Jobs end where blocks end, so that no block is hashed twice; or where pages do.
+                let phase = (offset - check.map_or(0, |check| check.tensor.offset)) % most as u64;
                 let most =
-                    usize::try_from(JOB as u64 - phase).map_or(JOB, |most| most.min(rest.len()));
+                    usize::try_from(most as u64 - phase).map_or(most, |most| most.min(rest.len()));
                 (most, most)
             } else {
-                let size = if check.is_some() { JOB } else { CONVERT };
+                let size = if check.is_some() { most } else { CONVERT };
                 let rows = (size / need.row_bytes).clamp(1, rest.len() / plan.row_bytes);
                 (rows * plan.row_bytes, rows * need.row_bytes)
             };
@@ -222,16 +247,19 @@ fn cut<'a, F: Fs>(
 
 /// How many threads the jobs deserve; starting one costs as much as reading some 100 KiB. Each may have
 /// to open a file again, so that they stay within `budget` too.
-fn helpers<F: Fs>(jobs: &[Job<'_, F>], budget: usize) -> usize {
+fn helpers<F: Fs>(jobs: &[Job<'_, F>], budget: usize, cache: Cache) -> usize {
     let bytes = |job: &Job<'_, F>| job.out.lock().unwrap_or_else(PoisonError::into_inner).len();
     let deserved = jobs.iter().map(bytes).sum::<usize>() / (512 << 10) + jobs.len() / 32;
     if deserved == 0 {
         return 1;
     }
-    // On few cores too: these threads wait for disks and servers as well.
-    let most = available_parallelism()
-        .map_or(4, usize::from)
-        .clamp(4, THREADS);
+    // Memory is moved by cores; disks and servers are waited for.
+    let most = match cache {
+        Cache::Warm => available_parallelism()
+            .map_or(2, usize::from)
+            .clamp(2, THREADS),
+        Cache::Cold | Cache::Unknown => THREADS,
+    };
     deserved.min(most).min(budget)
 }
 
@@ -248,13 +276,42 @@ impl Plan {
 
 /// Memory that a job uses on the way; handed from job to job.
 #[derive(Debug, Default)]
-struct Scratch {
+pub(super) struct Scratch {
     rows: Vec<u8>,
     rest: Vec<u8>,
 }
 
-impl<F: Fs> Job<'_, F> {
-    fn run(&self, source: &Source<'_, F>, scratch: &mut Scratch) -> Result<()> {
+impl<'a, F: Fs> Job<'a, F> {
+    /// How its rows are stored and wanted.
+    pub(super) fn layout(&self, read: &Read<'a, F>) -> Rows<'a> {
+        self.plan.stored(read.need)
+    }
+
+    /// How many stored bytes fill `out`.
+    pub(super) fn stored(&self, out: &[u8]) -> usize {
+        match &self.read {
+            // Its slice may end within a row.
+            Some(read) if self.layout(read).are_equal() => out.len(),
+            Some(read) => out.len() / self.plan.row_bytes * read.need.row_bytes,
+            None => 0,
+        }
+    }
+
+    /// Puts stored bytes into place.
+    pub(super) fn place(&self, read: &Read<'a, F>, stored: &[u8], out: &mut [u8]) {
+        let layout = self.layout(read);
+        if layout.are_equal() {
+            out.copy_from_slice(stored);
+            return;
+        }
+        if layout.are_narrower() {
+            paint(out, &self.plan.unit);
+        }
+        layout.scatter(stored, out);
+    }
+
+    /// Fills its slice by plain reads.
+    pub(super) fn run(&self, source: &Source<'_, F>, scratch: &mut Scratch) -> Result<()> {
         let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(read) = &self.read else {
             paint(&mut out, &self.plan.unit);
@@ -277,20 +334,16 @@ impl<F: Fs> Job<'_, F> {
             Some(check) => file.verified(buf, read.offset, check, &mut scratch.rest),
             None => file.exact(buf, read.offset),
         };
-        let layout = self.plan.stored(read.need);
-        if layout.are_equal() {
+        if self.layout(read).are_equal() {
             return get(&mut out);
         }
-        let len = out.len() / self.plan.row_bytes * read.need.row_bytes;
+        let len = self.stored(&out);
         if scratch.rows.len() < len {
             scratch.rows.resize(len, 0);
         }
         let stored = &mut scratch.rows[..len];
         get(stored)?;
-        if layout.are_narrower() {
-            paint(&mut out, &self.plan.unit);
-        }
-        layout.scatter(stored, &mut out);
+        self.place(read, stored, &mut out);
         Ok(())
     }
 }

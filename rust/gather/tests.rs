@@ -1,14 +1,50 @@
 #![allow(clippy::unwrap_used)]
 
+/// Makes a test for each engine of every function named.
+macro_rules! on_each_engine {
+    ($($name:ident,)*) => {$(
+        mod $name {
+            use super::*;
+
+            #[test]
+            fn auto() {
+                on(Engine::Auto, super::$name);
+            }
+            #[test]
+            fn threads() {
+                on(Engine::Threads, super::$name);
+            }
+            #[test]
+            fn uring() {
+                on(Engine::Uring, super::$name);
+            }
+        }
+    )*};
+}
+
 mod claims;
 mod faults;
 mod sizes;
 mod verify;
 
+use std::cell::Cell;
 use std::path::Path;
 
 use super::*;
 use crate::fs::real::RealFs;
+
+thread_local! {
+    /// What reads in the test of this thread.
+    static ENGINE: Cell<Engine> = const { Cell::new(Engine::Auto) };
+}
+
+fn on(engine: Engine, test: fn()) {
+    if let Err(error) = check(engine) {
+        return eprintln!("not run: {error}");
+    }
+    ENGINE.set(engine);
+    test();
+}
 
 /// A small generator with a fixed seed (splitmix64).
 struct Random(u64);
@@ -59,6 +95,7 @@ impl Bench {
             pool: &self.pool,
             stop: &stop,
             verify,
+            engine: ENGINE.get(),
         };
         gather(&source, requests)
     }
@@ -154,7 +191,11 @@ fn naive(bench: &Bench, request: &Request<'_>) -> (Vec<u8>, Vec<u8>) {
     (out, valid)
 }
 
-#[test]
+on_each_engine!(
+    random_batches_agree_with_a_naive_model,
+    reused_memory_is_overwritten,
+);
+
 fn random_batches_agree_with_a_naive_model() {
     // Promise: any mix of overlaps, gaps, clips, shapes, widths and fills gives what the words say.
     let bench = Bench::new();
@@ -236,7 +277,6 @@ fn random_batches_agree_with_a_naive_model() {
     }
 }
 
-#[test]
 fn reused_memory_is_overwritten() {
     // Promise: a pooled result never shows the bytes of an earlier one.
     let bench = Bench::new();

@@ -2,6 +2,7 @@
 
 mod buffer;
 mod commit;
+mod engine;
 mod error;
 mod gather;
 mod link_back;
@@ -29,6 +30,8 @@ mod _native {
     use super::buffer::Slab;
     #[pymodule_export]
     use super::commit::Commit;
+    #[pymodule_export]
+    use super::engine::{engine_counts, try_uring};
     #[pymodule_export]
     use super::root::Root;
     #[pymodule_export]

@@ -35,8 +35,10 @@ pub(super) fn probe<'py>(
         "auto" => Method::Auto,
         "scan" => Method::Scan,
         "stat" => Method::Stat,
+        "uring" => Method::Uring,
         other => {
-            let why = format!("method is {other:?}, not one of \"auto\", \"scan\", \"stat\"");
+            let why =
+                format!("method is {other:?}, not one of \"auto\", \"scan\", \"stat\", \"uring\"");
             return Err(PyValueError::new_err(why));
         }
     };

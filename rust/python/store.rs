@@ -28,6 +28,7 @@ pub(super) struct Store {
     /// None once closed. Locked with the interpreter held, for one statement: a fork never freezes it.
     core: Mutex<Option<Arc<Core>>>,
     pool: Pool,
+    engine: gather::Engine,
     root: String,
     uuid: String,
     run_id: String,
@@ -49,7 +50,10 @@ impl Store {
 #[pymethods]
 impl Store {
     #[new]
-    #[pyo3(signature = (root, *, create=true, owner=false, run_id="", group_writable=false))]
+    #[pyo3(signature = (
+        root, *, create=true, owner=false, run_id="", group_writable=false, engine="auto"
+    ))]
+    #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         root: &str,
@@ -57,16 +61,22 @@ impl Store {
         owner: bool,
         run_id: &str,
         group_writable: bool,
+        engine: &str,
     ) -> PyResult<Self> {
+        let engine = super::engine::parse(engine)?;
         let options = StoreOptions {
             create,
             owner,
             run_id: run_id.into(),
             group_writable,
         };
-        let core = detached(py, Work::items(1), |_| Core::open_path(root, &options))??;
+        let core = detached(py, Work::items(1), |_| {
+            gather::check(engine)?;
+            Core::open_path(root, &options)
+        })??;
         Ok(Self {
             pool: Pool::new(IDLE),
+            engine,
             root: core.root().into(),
             uuid: core.uuid().into(),
             run_id: core.run_id().into(),
@@ -141,6 +151,7 @@ impl Store {
                     pool,
                     stop,
                     verify,
+                    engine: self.engine,
                 },
                 requests,
             )

@@ -1,7 +1,13 @@
 use super::*;
 use crate::error::Kind;
 
-#[test]
+on_each_engine!(
+    claims_are_checked_before_anything_is_read,
+    a_file_too_short_is_corrupt_and_costs_no_memory,
+    empty_things_are_fine,
+    one_bad_request_does_not_stop_the_others,
+);
+
 fn claims_are_checked_before_anything_is_read() {
     // Promise: overflow, unknown types, shapes that do not fit, bad names: one clear ValueError each.
     let bench = Bench::new();
@@ -90,7 +96,6 @@ fn claims_are_checked_before_anything_is_read() {
     assert!(error.to_string().contains("19 bytes"), "{error}");
 }
 
-#[test]
 fn a_file_too_short_is_corrupt_and_costs_no_memory() {
     // Promise: nothing is allocated for a claim that the file cannot back.
     let bench = Bench::new();
@@ -123,7 +128,6 @@ fn a_file_too_short_is_corrupt_and_costs_no_memory() {
     );
 }
 
-#[test]
 fn empty_things_are_fine() {
     // Promise: no rows, no segments, zero-size shapes and scalars need no special care from callers.
     let bench = Bench::new();
@@ -149,7 +153,6 @@ fn empty_things_are_fine() {
     assert_eq!(out, [5, 0, 5, 0, 0, 0]);
 }
 
-#[test]
 fn one_bad_request_does_not_stop_the_others() {
     // Promise: one result per request; a missing file is that request's error, with its name.
     let bench = Bench::new();

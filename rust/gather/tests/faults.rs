@@ -6,6 +6,15 @@ use super::*;
 use crate::error::Kind;
 use crate::fs::{FileKind, Io, Stat};
 
+on_each_engine!(
+    short_reads_go_on,
+    a_file_cut_while_it_is_read_is_corrupt,
+    an_unreadable_file_fails_its_requests_alone,
+    files_are_opened_once_and_few_at_a_time,
+    reads_that_a_ring_cannot_do_are_done_again,
+    what_refuses_a_ring_is_the_error_of_its_request,
+);
+
 /// The real filesystem, read-only and troublesome.
 #[derive(Clone)]
 struct Troubled {
@@ -18,11 +27,14 @@ struct Troubled {
     bad: Option<u8>,
     /// How many files may be open.
     limit: usize,
+    /// What a ring reads instead, if anything.
+    ring: Option<Arc<std::os::fd::OwnedFd>>,
     open: Arc<AtomicUsize>,
     opened: Arc<AtomicUsize>,
 }
 
 struct Counted {
+    ring: Option<Arc<std::os::fd::OwnedFd>>,
     inner: <RealFs as Fs>::File,
     open: Arc<AtomicUsize>,
 }
@@ -41,6 +53,7 @@ impl Troubled {
             end: u64::MAX,
             bad: None,
             limit: usize::MAX,
+            ring: None,
             open: Arc::default(),
             opened: Arc::default(),
         }
@@ -56,6 +69,7 @@ impl Troubled {
                 pool,
                 stop,
                 verify: false,
+                engine: ENGINE.get(),
             },
             requests,
         )
@@ -81,7 +95,8 @@ impl Fs for Troubled {
         match self.inner.open(at, path) {
             Ok(inner) => {
                 self.opened.fetch_add(1, Ordering::SeqCst);
-                Ok(Counted { inner, open })
+                let ring = self.ring.clone();
+                Ok(Counted { ring, inner, open })
             }
             Err(errno) => {
                 open.fetch_sub(1, Ordering::SeqCst);
@@ -98,6 +113,9 @@ impl Fs for Troubled {
         let left = usize::try_from(self.end.saturating_sub(offset)).unwrap_or(usize::MAX);
         let most = buf.len().min(self.most).min(left);
         self.inner.read_at(&file.inner, &mut buf[..most], offset)
+    }
+    fn file_fd<'f>(&self, file: &'f Counted) -> Option<std::os::fd::BorrowedFd<'f>> {
+        file.ring.as_deref().map(std::os::fd::AsFd::as_fd)
     }
     fn stat_file(&self, file: &Counted) -> Io<Stat> {
         self.inner.stat_file(&file.inner)
@@ -147,7 +165,6 @@ impl Fs for Troubled {
     }
 }
 
-#[test]
 fn short_reads_go_on() {
     // Promise: a read that moves less than asked is continued, wherever it stops.
     let bench = Bench::new();
@@ -168,7 +185,6 @@ fn short_reads_go_on() {
     }
 }
 
-#[test]
 fn a_file_cut_while_it_is_read_is_corrupt() {
     // Promise: rows are never returned in part; the end of the file tells how far it went.
     let bench = Bench::new();
@@ -195,7 +211,6 @@ fn a_file_cut_while_it_is_read_is_corrupt() {
     );
 }
 
-#[test]
 fn an_unreadable_file_fails_its_requests_alone() {
     // Promise: EIO comes out as EIO, naming the file, and only where that file was needed.
     let bench = Bench::new();
@@ -229,7 +244,6 @@ fn an_unreadable_file_fails_its_requests_alone() {
     assert_eq!(failed, [None, bad.clone(), bad, None]);
 }
 
-#[test]
 fn files_are_opened_once_and_few_at_a_time() {
     // Promise: field after field of the same files opens each once; EMFILE makes the batch smaller,
     // not fail.
@@ -284,5 +298,43 @@ fn files_are_opened_once_and_few_at_a_time() {
         let one = request(every.collect(), 0, 240, DType::U8, &[]);
         assert!(all(fs.gather(&bench, vec![one])));
         assert_eq!(fs.open.load(Ordering::SeqCst), 0);
+    }
+}
+
+/// Rows of "v1/a" as every engine but a ring sees them, and what a ring is given instead.
+fn behind(bench: &Bench, bytes: &[u8], ring: std::os::fd::OwnedFd) -> Result<Filled> {
+    bench.write("v1/a", bytes);
+    let fs = Troubled {
+        ring: Some(Arc::new(ring)),
+        ..Troubled::new()
+    };
+    let rows = bytes.len() as u64;
+    let whole = vec![segment("v1/a", 0, 0, rows, DType::U8, &[])];
+    let batch = vec![request(whole, 0, rows, DType::U8, &[])];
+    fs.gather(bench, batch).pop().unwrap()
+}
+
+fn reads_that_a_ring_cannot_do_are_done_again() {
+    // Promise: where a ring meets the end of a file early, plain reads have the last word.
+    let bench = Bench::new();
+    let bytes = Random(9).bytes(3_000_000);
+    let empty = tempfile::tempfile().unwrap().into();
+    let filled = behind(&bench, &bytes, empty).unwrap();
+    assert!(filled.out.as_deref().unwrap() == bytes);
+}
+
+fn what_refuses_a_ring_is_the_error_of_its_request() {
+    // Promise: any other errno comes out as it is, with the name of the file.
+    let bench = Bench::new();
+    let directory = std::fs::File::open(bench.root.path()).unwrap().into();
+    let result = behind(&bench, &[1; 5000], directory);
+    if ENGINE.get() == Engine::Uring {
+        let error = result.unwrap_err();
+        assert_eq!(
+            (error.errno(), error.path.as_str()),
+            (Some(Errno::ISDIR), "v1/a")
+        );
+    } else {
+        assert!(result.is_ok());
     }
 }

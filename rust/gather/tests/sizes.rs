@@ -3,7 +3,13 @@ use std::io::{Seek, SeekFrom, Write};
 
 use super::*;
 
-#[test]
+on_each_engine!(
+    more_files_than_descriptors,
+    offsets_beyond_two_gigabytes,
+    large_reads_are_exact,
+    a_stopped_batch_ends,
+);
+
 fn more_files_than_descriptors() {
     // Promise: a batch, and a single request, over many more files than may be open at once.
     let bench = Bench::new();
@@ -33,7 +39,6 @@ fn more_files_than_descriptors() {
     }
 }
 
-#[test]
 fn offsets_beyond_two_gigabytes() {
     // Promise: positions in a file are 64 bits wide everywhere.
     let bench = Bench::new();
@@ -55,7 +60,6 @@ fn offsets_beyond_two_gigabytes() {
     );
 }
 
-#[test]
 fn large_reads_are_exact() {
     // Promise: pieces cut for several threads, at any phase, join to exactly the stored bytes.
     let bench = Bench::new();
@@ -91,7 +95,6 @@ fn large_reads_are_exact() {
     );
 }
 
-#[test]
 fn a_stopped_batch_ends() {
     // Promise: once the flag is set, nothing more is read.
     let bench = Bench::new();
@@ -104,6 +107,7 @@ fn a_stopped_batch_ends() {
         pool: &bench.pool,
         stop: &stop,
         verify: false,
+        engine: ENGINE.get(),
     };
     let batch = vec![request(
         vec![segment("v1/a", 0, 0, 10, DType::U8, &[])],

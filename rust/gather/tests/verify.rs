@@ -2,6 +2,12 @@ use super::*;
 use crate::error::Kind;
 use crate::format::{BlockHasher, Layout, TensorSpec, segment_checksum};
 
+on_each_engine!(
+    verify_finds_every_flipped_byte_in_a_touched_block,
+    verify_notices_another_file_under_the_name,
+    equal_tensors_side_by_side_are_verified_apart,
+);
+
 /// A payload file with tensors "a" ([3000, 1024] u8) and "b" ([7, 3] u16), and their segments.
 fn payload(bench: &Bench, name: &str, random: &mut Random) -> [Segment; 2] {
     let spec = |name: &str, dtype, shape: &[u64]| TensorSpec {
@@ -35,7 +41,6 @@ fn payload(bench: &Bench, name: &str, random: &mut Random) -> [Segment; 2] {
     segments
 }
 
-#[test]
 fn verify_finds_every_flipped_byte_in_a_touched_block() {
     // Promise: verify=True notices any change within the 1 MiB blocks that are read, and no other.
     let bench = Bench::new();
@@ -79,7 +84,6 @@ fn verify_finds_every_flipped_byte_in_a_touched_block() {
     assert!(read(&b, 2, 5, DType::U32, true).is_ok());
 }
 
-#[test]
 fn verify_notices_another_file_under_the_name() {
     // Promise: a segment's bytes come from the tensor that it was made of, or not at all.
     let bench = Bench::new();
@@ -129,7 +133,6 @@ fn verify_notices_another_file_under_the_name() {
     }
 }
 
-#[test]
 fn equal_tensors_side_by_side_are_verified_apart() {
     // Promise: segments that continue each other, in place and by checksum, may be of two tensors.
     let bench = Bench::new();
