@@ -51,8 +51,11 @@ BENCH := -m pytest -q benches --benchmark-enable --benchmark-quiet
 # Those without floors: they have targets of their own, in other units.
 UNRATED := --ignore benches/bench_event_loop.py --ignore benches/bench_queue.py
 
-bench: $(BUILT) ## benchmarks against what a user would pick instead: target/bench.md (a quarter of an hour)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[bench]' --no-build-isolation
+.venv/.bench: $(BUILT)
+	VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/maturin develop --release --extras dev,bench
+	touch $@
+
+bench: .venv/.bench ## benchmarks against what a user would pick instead: target/bench.md (a quarter of an hour)
 	$(BIN)/python $(BENCH) --benchmark-json=target/bench.json $(ARGS)
 	$(BIN)/python benches/report.py target/bench.json target/bench.md
 

@@ -63,7 +63,7 @@ def test_ticks(rows: Any, disk: Path) -> None:
     """
     root = disk / "ticks"
     store = PayloadStore(root, owner=True)
-    arrays = [np.full((16_384, 48, 8), i, np.uint8) for i in range(64)]
+    arrays = [np.full((4096, 48, 8), i, np.uint8) for i in range(64)]
     made = store.write_many([{"x": array} for array in arrays], version=0)
     segments = [one["x"] for one in made if not isinstance(one, Exception)]
     requests = [Gather(segments=[s], field="x", lo=0, hi=s.rows) for s in segments]

@@ -69,6 +69,18 @@ def _touch(array: Any) -> int:
     return int(np.asarray(array).reshape(-1).view(np.uint8)[::PAGE].sum())
 
 
+def _together(reads: Iterator[Callable[[], Any]]) -> list[Any]:
+    """What awaitables made on a loop give, all at once. They do not leave by the result of `asyncio.run`: Python
+    3.11 makes a repr of that when it ends, which takes longer than a read."""
+    results: list[Any] = []
+
+    async def main() -> None:
+        results.extend(await asyncio.gather(*(read() for read in reads)))
+
+    asyncio.run(main())
+    return results
+
+
 # --- readers
 
 
@@ -200,16 +212,13 @@ def obstore_get_range(t: Tensors, own: Path) -> Entry:
     store = LocalStore(os.path.dirname(t.paths[0]))
     n = t.arrays[0].nbytes
 
-    async def read() -> list[Any]:
-        return await asyncio.gather(
-            *(
-                obstore.get_range_async(store, os.path.basename(path), start=offset, length=n)
-                for path, offset in zip(t.paths, t.offsets, strict=True)
-            )
-        )
-
     def run() -> list[Any]:
-        return [np.frombuffer(data, np.uint8) for data in asyncio.run(read())]
+        places = zip(t.paths, t.offsets, strict=True)
+        reads = (
+            lambda p=path, o=offset: obstore.get_range_async(store, os.path.basename(p), start=o, length=n)
+            for path, offset in places
+        )
+        return [np.frombuffer(data, np.uint8) for data in _together(reads)]
 
     return _entry("obstore LocalStore.get_range_async", run, t)
 
@@ -267,10 +276,12 @@ def aiofiles_read(t: Tensors, own: Path) -> Entry:
             await file.seek(offset)
             return await file.read(n)
 
-    async def read() -> list[bytes]:
-        return await asyncio.gather(*map(one, t.paths, t.offsets))
+    def run() -> list[Any]:
+        places = zip(t.paths, t.offsets, strict=True)
+        reads = (lambda path=path, offset=offset: one(path, offset) for path, offset in places)
+        return [np.frombuffer(data, np.uint8) for data in _together(reads)]
 
-    return _entry("aiofiles", lambda: [np.frombuffer(d, np.uint8) for d in asyncio.run(read())], t)
+    return _entry("aiofiles", run, t)
 
 
 def aiofile_read(t: Tensors, own: Path) -> Entry:
@@ -282,10 +293,12 @@ def aiofile_read(t: Tensors, own: Path) -> Entry:
         async with AIOFile(path, "rb") as file:
             return await file.read_bytes(n, offset)
 
-    async def read() -> list[bytes]:
-        return await asyncio.gather(*map(one, t.paths, t.offsets))
+    def run() -> list[Any]:
+        places = zip(t.paths, t.offsets, strict=True)
+        reads = (lambda path=path, offset=offset: one(path, offset) for path, offset in places)
+        return [np.frombuffer(data, np.uint8) for data in _together(reads)]
 
-    return _entry("aiofile", lambda: [np.frombuffer(d, np.uint8) for d in asyncio.run(read())], t)
+    return _entry("aiofile", run, t)
 
 
 READERS: list[tuple[str, Peer]] = [
