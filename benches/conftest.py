@@ -30,7 +30,7 @@ def rows(
     made.finish()
     with capsys.disabled():
         if made.title:
-            print(f"\n{made.title}: {made.rounds} rounds")
+            print(f"\n{made.title}: {made.rounds} rounds, {made.stalls} stalls for huge pages")
         for line in made.contest_table:
             best, middle = in_words(line["best_s"]), in_words(line["median_s"])
             print(f"  {line['name']:48s} best {best:>8s}  median {middle:>8s}  {line['rate'] or ''}")

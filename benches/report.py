@@ -31,7 +31,8 @@ def tables(run: dict[str, Any]) -> Iterator[str]:
     yield from _table("work|against|ours|rival|machine's limit|ratio (medians)|floor|", _targets(rows))
     for info in found:
         if info["contest"]:
-            yield from ("", f"**{info['title']}**: {info['rounds']} rounds, load {info['load']}", "")
+            stalled = f", {info['stalls']} stalls for huge pages" if info["stalls"] else ""
+            yield from ("", f"**{info['title']}**: {info['rounds']} rounds, load {info['load']}{stalled}", "")
             yield from _table("contestant|best|median|rate|of ours", _contest(info["contest"]))
         for why in info["skipped"]:
             yield from ("", f"Left out: {why}")

@@ -25,6 +25,7 @@ class Rows:
         self.title = ""
         self.contest_table: list[dict[str, Any]] = []
         self.rounds = 0
+        self.stalls = 0
 
     def size(self, full: T, short: T) -> T:
         """The size to run with."""
@@ -50,7 +51,9 @@ class Rows:
         warm_up: bool = True,
     ) -> dict[str, Times]:
         """Time the entries against each other; `volume` is what a round moves, in `unit`, for the rates."""
+        stalls = _compaction_stalls()
         times = self.measure(lambda: duel(entries, rounds=rounds, warm_up=warm_up))
+        self.stalls = _compaction_stalls() - stalls
         self.title, self.rounds = title, rounds
         self.contest_table = [
             {
@@ -101,12 +104,19 @@ class Rows:
         self._benchmark.extra_info.update(
             title=self.title,
             rounds=self.rounds,
+            stalls=self.stalls,
             contest=self.contest_table,
             rows=self.found,
             skipped=self.skipped,
             short=self.short,
             load=" ".join(Path("/proc/loadavg").read_text().split()[:3]),
         )
+
+
+def _compaction_stalls() -> int:
+    """How often anybody on this machine waited for huge pages to be put together."""
+    found = [line.split() for line in Path("/proc/vmstat").read_text().splitlines()]
+    return next((int(value) for name, value in found if name == "compact_stall"), 0)
 
 
 def mount_of(path: Path) -> tuple[str, str]:
