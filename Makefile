@@ -19,7 +19,7 @@ $(BUILT): .venv/bin/maturin $(RUST) pyproject.toml
 	VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/maturin develop --release --extras dev
 	touch $@
 
-.PHONY: help build demo test proof torture lint bench wheel clean
+.PHONY: help build demo test proof torture lint bench bench-check wheel clean
 
 build: $(BUILT) ## set up .venv and build the extension (release)
 
@@ -47,8 +47,17 @@ lint: $(BUILT) ## rustfmt, clippy, ruff, mypy and stubtest
 	@if cargo deny --version >/dev/null 2>&1; then cargo deny check licenses bans sources; \
 	else echo "cargo-deny is not installed: licenses and bans not checked"; fi
 
-bench: $(BUILT) ## benchmarks against what a user would pick instead
-	$(BIN)/python -m pytest -q benches --benchmark-enable --benchmark-json=target/bench.json $(ARGS)
+BENCH := -m pytest -q benches --benchmark-enable --benchmark-quiet
+# Those without floors: they have targets of their own, in other units.
+UNRATED := --ignore benches/bench_event_loop.py --ignore benches/bench_queue.py
+
+bench: $(BUILT) ## benchmarks against what a user would pick instead: target/bench.md (a quarter of an hour)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[bench]' --no-build-isolation
+	$(BIN)/python $(BENCH) --benchmark-json=target/bench.json $(ARGS)
+	$(BIN)/python benches/report.py target/bench.json target/bench.md
+
+bench-check: $(BUILT) ## a short form of it (minutes): a ratio below its floor fails
+	$(BIN)/python $(BENCH) $(UNRATED) --short --benchmark-json=target/bench-check.json $(ARGS)
 
 wheel: .venv/bin/maturin ## one abi3 wheel for CPython >= 3.11 into dist/
 	$(BIN)/maturin build --release --out dist
