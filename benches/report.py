@@ -46,7 +46,7 @@ def _targets(rows: dict[str, Any]) -> Iterator[Sequence[str]]:
             continue
         note = f" ({row['note']})" if row["note"] else ""
         ratio = f"{row['ratio']:.2f} ({row['ratio_of_medians']:.2f})"
-        verdict = "held" if row["passed"] else "**below**"
+        verdict = "" if not row["floor"] else "held" if row["passed"] else "**below**"
         yield (
             target.work,
             target.against + note,
@@ -54,7 +54,7 @@ def _targets(rows: dict[str, Any]) -> Iterator[Sequence[str]]:
             row["rival"],
             row["limit"],
             ratio,
-            f"{row['floor']:.2g}",
+            f"{row['floor']:.2g}" if row["floor"] else "none",
             verdict,
         )
 
