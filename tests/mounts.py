@@ -54,7 +54,14 @@ class Mounts:
 
     def without_links(self, error: str) -> Path:
         """A FUSE mount whose every link fails with `error`."""
-        here = Path(__file__).parent / "fuse_without_links.py"
+        return self._fuse("fuse_without_links.py", error)
+
+    def refusing_reads(self) -> Path:
+        """A FUSE mount where the first read of every payload, past its first byte, fails with EINVAL."""
+        return self._fuse("fuse_refuses_reads.py")
+
+    def _fuse(self, program: str, *arguments: str) -> Path:
+        here = Path(__file__).parent / program
         if not os.path.exists("/dev/fuse"):
             pytest.skip("needs /dev/fuse")
         if subprocess.run([sys.executable, "-c", "import fuse"], capture_output=True, check=False).returncode:
@@ -63,7 +70,7 @@ class Mounts:
         source.mkdir(parents=True)
         where.mkdir()
         server = subprocess.Popen(
-            [sys.executable, str(here), str(source), str(where), error],
+            [sys.executable, str(here), str(source), str(where), *arguments],
             stderr=subprocess.PIPE,
             text=True,
         )
