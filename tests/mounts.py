@@ -54,16 +54,23 @@ class Mounts:
 
     def without_links(self, error: str) -> Path:
         """A FUSE mount whose every link fails with `error`."""
-        source = self._root / f"behind{len(self._mounted)}"
-        source.mkdir(parents=True)
-        return self._fuse("fuse_without_links.py", source, error)
+        return self._fuse("fuse_without_links.py", self._behind(), error)
+
+    def refusing_reads(self) -> Path:
+        """A FUSE mount where the first read of every payload, past its first byte, fails with EINVAL."""
+        return self._fuse("fuse_refuses_reads.py", self._behind())
 
     def with_faults(self, source: Path, control: Path) -> Path:
         """A FUSE mount of `source` whose reads do what the file `control` says."""
         control.write_text("")
         return self._fuse("fuse_with_faults.py", source, str(control))
 
-    def _fuse(self, script: str, source: Path, argument: str) -> Path:
+    def _behind(self) -> Path:
+        source = self._root / f"behind{len(self._mounted)}"
+        source.mkdir(parents=True)
+        return source
+
+    def _fuse(self, script: str, source: Path, *arguments: str) -> Path:
         here = Path(__file__).parent / script
         if not os.path.exists("/dev/fuse"):
             pytest.skip("needs /dev/fuse")
@@ -72,7 +79,7 @@ class Mounts:
         where = self._root / f"mount{len(self._mounted)}"
         where.mkdir(parents=True)
         server = subprocess.Popen(
-            [sys.executable, str(here), str(source), str(where), argument],
+            [sys.executable, str(here), str(source), str(where), *arguments],
             stderr=subprocess.PIPE,
             text=True,
         )

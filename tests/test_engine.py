@@ -289,5 +289,17 @@ def test_other_filesystems_read_the_same(tmp_path: Path, kind: str) -> None:
                 assert (results[2][0] == tensors["odd"]).all()
 
 
+def test_a_read_that_is_refused_is_done_again(tmp_path: Path) -> None:
+    # Promise: EINVAL at the first read of a ring, as from filesystems that took O_DIRECT and do not mean it, is
+    # answered by plain reads.
+    uring_or_skip()
+    with mounts_below(tmp_path) as mounts:
+        where = mounts.refusing_reads()
+        with PayloadStore(where) as store:
+            tensors, segments = payload(store)
+        with PayloadStore(where, engine="uring") as store:
+            assert (store.read(segments["wide"]) == tensors["wide"]).all()
+
+
 if __name__ == "__main__":
     print(json.dumps(in_child(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))))
