@@ -16,7 +16,15 @@ import numpy.typing as npt
 
 from prime_io import _native
 from prime_io._native import CorruptPayloadError
-from prime_io.segment import PayloadSegment, ragged_pairs, result_layout, row_bytes, visible, widens
+from prime_io.segment import (
+    ITEMSIZE,
+    PayloadSegment,
+    ragged_pairs,
+    result_layout,
+    row_bytes,
+    visible,
+    widens,
+)
 from prime_io.tensors import EXTENDED, destination, fill_item, from_buffer, layout
 
 __all__ = ["Array", "Gather", "Ragged", "Valid", "gather_many", "gather_ragged"]
@@ -67,7 +75,7 @@ def gather_many(
         answers = native.gather([plan.native() for plan in plans], verify=verify)
         for plan, answer in zip(plans, answers, strict=True):
             if isinstance(answer, Exception):
-                results[plan.at] = answer
+                results[plan.at] = plan.explain(answer)
             else:
                 results[plan.at] = plan.wrap(*answer)
     return [r for r in results if r is not None]
@@ -139,8 +147,17 @@ class _Plan:
         self.at = at
         own = [s for s in request.segments if s.field == request.field]
         self.lo, self.hi = lo, hi
-        self.dtype, self.row = _result(request, own)
-        self.segments = visible(own, lo, hi)
+        # Segments that are alike in type and shape, as nearly always, leave the rest to the engine: it finds
+        # out which rows are hidden, and checks the arithmetic.
+        self.request, self.alike = (
+            request,
+            request.out is None and request.dtype is None and _alike(own, lo, hi),
+        )
+        if self.alike:
+            self.dtype, self.row, self.segments = own[0].dtype, own[0].shape, own
+        else:
+            self.dtype, self.row = _result(request, own)
+            self.segments = visible(own, lo, hi)
         nbytes = (hi - lo) * row_bytes(self.dtype, self.row)
         self.fill = None if request.fill == "spread" else fill_item(request.fill, self.dtype)
         self.out = None if out is None else destination(out, nbytes)
@@ -151,6 +168,15 @@ class _Plan:
         """The request as `_native.Store.gather` takes it."""
         return self.segments, self.lo, self.hi, self.dtype, self.row, self.fill, self.out, None
 
+    def explain(self, error: Exception) -> Exception:
+        """What is wrong with the segments in the words of `segment.check`, which name field and file."""
+        if self.alike and isinstance(error, ValueError) and not isinstance(error, CorruptPayloadError):
+            try:
+                _result(self.request, self.segments)
+            except ValueError as known:
+                return known
+        return error
+
     def wrap(self, rows: _native.Slab | None, valid: _native.Slab | None) -> tuple[Array, Valid]:
         """The arrays over what `_native.Store.gather` gave back."""
         assert valid is not None
@@ -160,6 +186,16 @@ class _Plan:
         else:
             array = from_buffer(rows, self.dtype, (self.hi - self.lo, *self.row))
         return array, from_buffer(valid, "bool", (self.hi - self.lo,))
+
+
+def _alike(segments: Sequence[PayloadSegment], lo: int, hi: int) -> bool:
+    """Whether all are of one dtype and row shape, and some row of them is in [lo, hi)."""
+    if not segments:
+        return False
+    dtype, shape = segments[0].dtype, segments[0].shape
+    if dtype not in ITEMSIZE or any(s.dtype != dtype or s.shape != shape for s in segments):
+        return False
+    return any(s.rows > 0 and s.pos < hi and s.pos + s.rows > lo for s in segments)
 
 
 def _result(request: Gather, segments: Sequence[PayloadSegment]) -> tuple[str, tuple[int, ...]]:

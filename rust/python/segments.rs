@@ -1,8 +1,9 @@
 //! Segments and other claims from Python objects.
 
 use pyo3::exceptions::{PyOverflowError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyString, PyTuple};
 
 use crate::error::Error;
 use crate::gather::Segment;
@@ -17,23 +18,27 @@ pub(super) fn segment(index: usize, object: &Bound<'_, PyAny>) -> PyResult<Segme
             format!("segment {index}: {name} {why}"),
         ))
     };
-    let text = |name: &str| -> PyResult<String> {
+    let py = object.py();
+    let text = |name: &Bound<'_, PyString>| -> PyResult<String> {
         let value = object.getattr(name)?;
-        value
-            .extract()
-            .map_err(|_| wrong(name, "is not a string".into()))
+        let text = value
+            .cast::<PyString>()
+            .ok()
+            .and_then(|text| text.to_str().ok());
+        text.map(String::from)
+            .ok_or_else(|| wrong(&name.to_string(), "is not a string".into()))
     };
-    let number = |name: &str| -> PyResult<u64> {
-        unsigned(&object.getattr(name)?).map_err(|why| wrong(name, why))
+    let number = |name: &Bound<'_, PyString>| -> PyResult<u64> {
+        unsigned(&object.getattr(name)?).map_err(|why| wrong(&name.to_string(), why))
     };
     Ok(Segment {
-        file: text("file")?,
-        offset: number("offset")?,
-        pos: number("pos")?,
-        rows: number("rows")?,
-        dtype: text("dtype")?,
-        shape: dims(&object.getattr("shape")?).map_err(|why| wrong("shape", why))?,
-        checksum: text("checksum")?,
+        file: text(intern!(py, "file"))?,
+        offset: number(intern!(py, "offset"))?,
+        pos: number(intern!(py, "pos"))?,
+        rows: number(intern!(py, "rows"))?,
+        dtype: text(intern!(py, "dtype"))?,
+        shape: dims(&object.getattr(intern!(py, "shape"))?).map_err(|why| wrong("shape", why))?,
+        checksum: text(intern!(py, "checksum"))?,
     })
 }
 
