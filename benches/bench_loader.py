@@ -70,7 +70,7 @@ class Steps:
 @pytest.fixture(scope="module")
 def run(disk: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     short = request.config.getoption("--short")
-    made = Run(disk / "run", steps=2 if short else 4, sequences=16 if short else 32, seq_len=32_768)
+    made = Run(disk / "run", steps=2 if short else 6, sequences=16 if short else 32, seq_len=32_768)
     yield made
     made.close()
 

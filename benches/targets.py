@@ -59,7 +59,7 @@ TARGETS: dict[str, Target] = {
         "checkpoint of 512 traces, 2,048 segments: state, durable", "torch.save, fsync, rename, fsync", 3
     ),
     "checkpoint.pins": Target("its pins: 512 links, synced", "os.link + fsync loop", 2),
-    # The start is once a run: it weighs four times as much in the short form.
+    # The start is once a run: it weighs six times as much in the short form.
     "loader.waiting": Target(f"waiting in {_SLEEPS}", "5 % of its time", 1, check=0.4),
     "loader.unverified": Target("the same with verify=False", "the same", 1, check=0.4),
     "loader.int32": Target("the same, widened to int32 on the CPU", "the same", 0),
