@@ -50,6 +50,9 @@ const SPARSE: usize = 4;
 const SPARSE_SLOW: usize = 64;
 const SOME: usize = 1024;
 
+/// The most names that a thread takes at a time to stat.
+const CHUNK: usize = 256;
+
 /// A stat that takes longer than this did not come from a cache.
 const SLOW: Duration = Duration::from_micros(50);
 
@@ -124,11 +127,18 @@ impl<F: Fs> Store<F> {
                 judge(stat, need(index), sizes)
             });
         }
-        let found = threads::map(&unknown, IO_THREADS, |&(index, dir)| {
-            self.stat_one(dir, files[index], need(index), sizes)
+        let size = (unknown.len() / (4 * IO_THREADS)).clamp(1, CHUNK);
+        let chunks: Vec<_> = unknown.chunks(size).collect();
+        let found = threads::map_long(&chunks, IO_THREADS, |chunk, judge| {
+            let one = |&(index, dir): &(usize, _)| {
+                let answer = self.stat_one(dir, files[index], need(index), sizes);
+                judge();
+                answer
+            };
+            chunk.iter().map(one).collect::<Vec<_>>()
         });
-        for ((index, _), answer) in unknown.into_iter().zip(found) {
-            answers[index] = answer;
+        for ((index, _), answer) in unknown.iter().zip(found.into_iter().flatten()) {
+            answers[*index] = answer;
         }
         answers
     }

@@ -147,24 +147,17 @@ def remove_unfinished(root: _native.Root) -> None:
         root.remove(MANIFEST)
 
 
-def pack_state(state: Mapping[str, bytes]) -> bytearray:
+def pack_state(state: Mapping[str, bytes | bytearray]) -> bytearray:
     """The bytes of `state.msgpack`: a map from part to bytes. Copied in pieces, as in `in_slices`."""
-    heads: list[bytes] = []
+    packed = bytearray(b"\xdf" + len(state).to_bytes(4, "big"))
     for part, blob in state.items():
         if len(blob) >= 1 << 32:
             raise ValueError(
                 f"save: state part {part!r} has {len(blob)} bytes, more than the 4 GiB of msgpack"
             )
-        heads.append(msgspec.msgpack.encode(part) + b"\xc6" + len(blob).to_bytes(4, "big"))
-    at = 5
-    packed = bytearray(at + sum(map(len, heads)) + sum(map(len, state.values())))
-    packed[:at] = b"\xdf" + len(heads).to_bytes(4, "big")
-    for head, blob in zip(heads, state.values(), strict=True):
-        packed[at : at + len(head)] = head
-        at += len(head)
-        for piece in in_slices(memoryview(blob), size=1 << 20):
-            packed[at : at + len(piece)] = piece
-            at += len(piece)
+        packed += msgspec.msgpack.encode(part) + b"\xc6" + len(blob).to_bytes(4, "big")
+        for piece in in_slices(blob, size=1 << 20):
+            packed += bytes(piece)
     return packed
 
 

@@ -168,6 +168,7 @@ class Orchestrator:
         try:
             snapshot = await asyncio.to_thread(cut.snapshot)
             report = await self._manager.save(snapshot, store=self._store)
+            await asyncio.to_thread(snapshot.let_go)
         except asyncio.CancelledError:
             raise  # the save itself goes on in its thread and still needs the files
         except BaseException:

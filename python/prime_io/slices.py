@@ -17,3 +17,10 @@ def in_slices(items: Sequence[_T], *, size: int = 256) -> Iterator[Sequence[_T]]
         if start:
             time.sleep(1e-4)
         yield items[start : start + size]
+
+
+def let_go(items: list[_T]) -> None:
+    """Empty a list of many objects, in slices: to free them all at once holds the interpreter as well."""
+    while items:
+        del items[-1024:]
+        time.sleep(1e-4)

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from prime_io.slices import let_go
+
 if TYPE_CHECKING:
     from prime_io.segment import PayloadSegment
 
@@ -20,7 +22,7 @@ class Snapshot:
     """
 
     step: int
-    state: Mapping[str, bytes]
+    state: Mapping[str, bytes | bytearray]
     segments: Sequence[PayloadSegment]
     spills: Sequence[PayloadSegment] = ()
 
@@ -33,8 +35,14 @@ class Snapshot:
                 raise TypeError(f"snapshot: state[{part!r}] is a {type(blob).__name__}; encode it to bytes")
             state[part] = bytes(blob)
         object.__setattr__(self, "state", MappingProxyType(state))
-        object.__setattr__(self, "segments", tuple(self.segments))
-        object.__setattr__(self, "spills", tuple(self.spills))
+        object.__setattr__(self, "segments", list(self.segments))
+        object.__setattr__(self, "spills", list(self.spills))
+
+    def let_go(self) -> None:
+        """Give up the segments once it is saved. In a thread: there are tens of thousands of them."""
+        for items in (self.segments, self.spills):
+            assert isinstance(items, list), "made in __post_init__"
+            let_go(items)
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,8 @@ fn beneath() -> ResolveFlags {
 
 /// A name is one component and not a way up.
 fn component(name: &str) -> Io<&str> {
-    let bad = matches!(name, "" | "." | "..") || name.contains(['/', '\0']);
+    let up = |bad, b| bad | matches!(b, b'/' | 0);
+    let bad = matches!(name, "" | "." | "..") || name.bytes().fold(false, up);
     if bad { Err(Errno::INVAL) } else { Ok(name) }
 }
 
