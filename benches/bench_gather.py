@@ -208,12 +208,13 @@ def test_micro_batch(rows: Rows, traces: Traces) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("files", [20_000, 200])
-def test_small(rows: Rows, disk: Path, files: int) -> None:
-    """20,000 segments of 4 KiB into one destination, in an order that lets no two be read as one."""
+@pytest.mark.parametrize("row", ["files", "few_files", "scattered"])
+def test_small(rows: Rows, disk: Path, row: str) -> None:
+    """20,000 segments of 4 KiB into one destination: each in a file of its own; 100 turns of a trace in each of 200
+    files, one after the other; and those in an order that lets no two be read as one."""
     n, size = rows.size(20_000, 5_000), 4096
-    files = files * n // 20_000
-    root = disk / f"small_{files}"
+    files = n if row == "files" else n // 100
+    root = disk / f"small_{row}"
     random = np.random.default_rng(1)
     content = random.integers(0, 256, (n, size), np.uint8)
     store = PayloadStore(root)
@@ -221,7 +222,7 @@ def test_small(rows: Rows, disk: Path, files: int) -> None:
     made = store.write_many(
         [{"x": content[i * per_file : (i + 1) * per_file]} for i in range(files)], version=0
     )
-    order = random.permutation(n)
+    order = np.arange(n) if row == "few_files" else random.permutation(n)
     parts: list[PayloadSegment] = []
     for i, one in enumerate(made):
         assert not isinstance(one, Exception)
@@ -256,13 +257,13 @@ def test_small(rows: Rows, disk: Path, files: int) -> None:
         Entry(name=limit, run=_memcpy(n * size)),
     ]
     times = rows.contest(
-        f"gather: {n:,} segments of 4 KiB in {files:,} files",
+        f"gather: {n:,} segments of 4 KiB in {files:,} files ({row})",
         entries,
         rounds=7,
         volume=n / 1e3,
         unit="k segments",
     )
-    rows.row("gather.files" if files == n else "gather.few_files", times, rival=rival, limit=limit)
+    rows.row(f"gather.{row}", times, rival=rival, limit=limit)
     store.close()
     shutil.rmtree(root)
 

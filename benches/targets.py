@@ -40,6 +40,7 @@ TARGETS: dict[str, Target] = {
     "gather.micro32": Target("the same, int32 from both", "the same", 1.5),
     "gather.files": Target("gather 20,000 segments of 4 KiB in 20,000 files", "open/pread/close loop", 2.2),
     "gather.few_files": Target("the same in 200 files", "open/pread/close loop", 8),
+    "gather.scattered": Target("the same, no two of them neighbours", "open/pread/close loop", 0),
     "gather.cold": Target("gather 4 GiB, caches dropped", "the best fio read job on the same files", 0.9),
     "publish.warm": Target(
         "publish 64 x 12.6 MB, not durable, checksummed", "safetensors.numpy.save_file", 1.25

@@ -281,7 +281,7 @@ impl<F: Fs> Store<F> {
         }
         chunks.sort_unstable_by_key(|(round, _, at)| (*round, *at));
         let nowhere = Err(Errno::INVAL);
-        let done = threads::map(&chunks, IO_THREADS, |(_, indices, at)| {
+        let done = threads::map(&chunks, IO_THREADS.min(groups.len()), |(_, indices, at)| {
             let parent = groups[*at].parent;
             act(&Chunk {
                 dir: parents.get(parent).unwrap_or(&nowhere),
