@@ -4,6 +4,7 @@
 //! durable writes only; the others may leave an empty or torn file, which its header betrays.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Mutex;
 
 use rustix::io::Errno;
 
@@ -56,6 +57,7 @@ pub(crate) struct VersionDir<F: Fs> {
     name: String,
     pub(crate) dir: F::Dir,
     stat: Stat,
+    turn: Mutex<()>,
 }
 
 impl<F: Fs> VersionDir<F> {
@@ -64,7 +66,13 @@ impl<F: Fs> VersionDir<F> {
         let name = format!("v{version}");
         let dir = whole::ensure_dir(fs, root, &name, group).context("publish", &name)?;
         let stat = fs.stat_dir(&dir).context("publish", &name)?;
-        Ok(Self { name, dir, stat })
+        let turn = Mutex::default();
+        Ok(Self {
+            name,
+            dir,
+            stat,
+            turn,
+        })
     }
 
     /// The path of a file in it, relative to the store.
@@ -145,11 +153,18 @@ impl<F: Fs> Store<F> {
         let layout = plan(file)?;
         let name = format!("{}.safetensors", unique());
         let temporary = maker.temporary();
+        // What makes, writes and renames while others' commits are under way waits for them inside the
+        // kernel's lock of the directory, and all others behind it; outside of it they only sync.
+        let small = layout.size() - layout.data_start() <= SMALL;
+        let turn = || (durable && small).then(|| to.turn.lock());
+        let first = turn();
         let written = whole::new_file(&self.fs, &to.dir, &temporary, self.group, |open| {
             let lists = write(&self.fs, open, &layout, file)?;
+            drop(first);
             if durable {
                 self.fs.sync_file(open)?;
             }
+            let _turn = turn();
             self.fs.rename(&to.dir, &temporary, &to.dir, &name)?;
             Ok(lists)
         });

@@ -191,7 +191,9 @@ def _micro_batch(plan: StepPlan, index: int, tensors: Mapping[str, torch.Tensor]
 
     def rows(name: str) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, plan.layout(name, wide=True)[0])
-        return tensors[f"{name}.rows"].to(dtype)
+        found = tensors[f"{name}.rows"]
+        # Even a conversion to the same type gives the interpreter up, and waits for it again.
+        return found if found.dtype == dtype else found.to(dtype)
 
     return MicroBatch(
         step=plan.batch.step,
