@@ -3,13 +3,15 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
-use super::Source;
 use super::plan::{Need, Plan};
 use super::read::Check;
+use super::{Source, out_of_descriptors};
 use crate::error::{Context, Error, Result};
 use crate::format::{Header, TensorInfo, segment_checksum};
 use crate::fs::{FileKind, Fs, split_path};
@@ -37,6 +39,9 @@ pub(super) struct Opened<F: Fs> {
     pub(super) direct: AtomicBool,
 }
 
+/// How often, a millisecond apart, a thread looks for a descriptor that another one gave back.
+const PATIENCE: u32 = 2000;
+
 /// How many files may stay open at once: a quarter of what the process may have.
 pub(super) fn budget() -> usize {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX) / 4;
@@ -63,7 +68,8 @@ pub(super) fn open<F: Fs>(
             header,
             direct: AtomicBool::new(false),
         };
-        if kept.load(Ordering::Relaxed) >= budget
+        // One more than are kept is opened all the same: a job that opens a file again finds room for it.
+        if kept.load(Ordering::Relaxed) > budget
             && !wanted.header
             && let Some(parent) = parents.get(parent)
             && let Ok(stat) = source.fs.stat(parent, last)
@@ -94,6 +100,21 @@ fn parents<'p, F: Fs>(source: &Source<'_, F>, names: &[Wanted<'p>]) -> BTreeMap<
     }
     let open = |path| Some((path, source.fs.open_dir(source.dir, path).ok()?));
     paths.into_iter().filter_map(open).collect()
+}
+
+/// Opens a file that was open before and not kept. There was room for one more then, which all threads of
+/// the wave share; they, or others in the process, are waited for.
+pub(super) fn open_again<F: Fs>(source: &Source<'_, F>, name: &str) -> Result<F::File> {
+    let mut turns = PATIENCE;
+    loop {
+        let opened = open_one(source, name);
+        if turns == 0 || !opened.as_ref().is_err_and(out_of_descriptors) {
+            return opened;
+        }
+        source.go_on()?;
+        turns -= 1;
+        thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// Opens one file. What seems missing is asked for again after its directories were opened: an NFS

@@ -2,11 +2,10 @@
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
-use std::thread::available_parallelism;
 
 use super::convert::{Rows, paint};
 use super::engine::{self, Cache};
-use super::files::{Files, Opened, check_files, open_one};
+use super::files::{Files, Opened, check_files, open_again};
 use super::plan::{Need, Plan};
 use super::read::{Check, Reader};
 use super::{Filled, Source, ring};
@@ -124,7 +123,7 @@ pub(super) fn run<'a, F: Fs>(
         }
     }
     let done = match way.ring {
-        Some(ring) => ring::run(source, &jobs, ring),
+        Some(ring) => ring::run(source, &jobs, ring, budget),
         None => on_threads(source, &jobs, helpers(&jobs, budget, way.cache)),
     };
     let mut failed: HashMap<usize, Error> = HashMap::new();
@@ -255,9 +254,7 @@ fn helpers<F: Fs>(jobs: &[Job<'_, F>], budget: usize, cache: Cache) -> usize {
     }
     // Memory is moved by cores; disks and servers are waited for.
     let most = match cache {
-        Cache::Warm => available_parallelism()
-            .map_or(2, usize::from)
-            .clamp(2, THREADS),
+        Cache::Warm => threads::cores().clamp(2, THREADS),
         Cache::Cold | Cache::Unknown => THREADS,
     };
     deserved.min(most).min(budget)
@@ -320,7 +317,7 @@ impl<'a, F: Fs> Job<'a, F> {
         let name = read.need.file.as_str();
         let again = match read.opened.file {
             Some(_) => None,
-            None => Some(open_one(source, name)?),
+            None => Some(open_again(source, name)?),
         };
         let Some(file) = read.opened.file.as_ref().or(again.as_ref()) else {
             return Ok(());

@@ -4,7 +4,7 @@
 use std::mem;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::{self, available_parallelism};
+use std::thread;
 
 use rustix::io::Errno;
 
@@ -14,6 +14,7 @@ use super::jobs::{Job, Scratch};
 use crate::error::{Context, Result};
 use crate::format::BLOCK;
 use crate::fs::Fs;
+use crate::threads;
 use crate::uring::{Aligned, Buffer, DEPTH, Read, Ring, Work};
 
 /// Destination bytes that a ring has with the kernel at once.
@@ -23,11 +24,13 @@ const SCRATCH: usize = 6 << 20;
 /// The most rings, each with its thread: one keeps a disk busy, two convert and check.
 const RINGS: usize = 2;
 
-/// One result per job. `ring` is the calling thread's; a helper that gets none leaves the work to it.
+/// One result per job. `ring` is the calling thread's; a helper that gets none leaves the work to it. Each
+/// thread may have to open a file again, so that they stay within `budget`.
 pub(super) fn run<F: Fs>(
     source: &Source<'_, F>,
     jobs: &[Job<'_, F>],
     ring: Ring,
+    budget: usize,
 ) -> Vec<Result<()>> {
     let cursor = AtomicUsize::new(0);
     let work = |mut ring: Ring| {
@@ -45,7 +48,7 @@ pub(super) fn run<F: Fs>(
         ring.run(DEPTH, &mut driver);
         driver.done
     };
-    let rings = available_parallelism().map_or(1, usize::from).min(RINGS);
+    let rings = threads::cores().min(RINGS).min(budget);
     let mut results: Vec<Option<Result<()>>> = jobs.iter().map(|_| None).collect();
     thread::scope(|scope| {
         let helpers: Vec<_> = (1..rings.min(jobs.len()))
