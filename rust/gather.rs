@@ -119,7 +119,7 @@ pub fn sizes(lo: u64, hi: u64, dtype: DType, shape: &[u64]) -> Result<(usize, us
 /// Reads a batch; one result per request, in order. A failed request does not stop the others; its
 /// destination holds anything.
 ///
-/// Threads: at most 8, no more than there is work for, or 2 with a ring each; 16 for opening files.
+/// Threads: at most 8, no more than there is work for, or 2 with a ring each; at most 16 for opening files.
 pub fn gather<F: Fs>(source: &Source<'_, F>, requests: Vec<Request<'_>>) -> Vec<Result<Filled>> {
     let mut results: Vec<Option<Result<Filled>>> = Vec::new();
     let mut targets = Vec::new();
