@@ -3,8 +3,8 @@
 //! ```text
 //! publish   tensors            -> v<k>/<unique>.safetensors   temporary, written, one rename
 //! writer    rows, turn by turn -> the same                    appended to a temporary, one rename
-//! probe     names              -> present / size / errno      one directory read or bounded statx
-//! gather    segments           -> the caller's memory         parallel pread, later segments win
+//! probe     names              -> present / size / errno      one directory read, or stats
+//! gather    segments           -> the caller's memory         threads or io_uring, later segments win
 //! commit    state + pins       -> step_<N>/<component>/       hard links, manifest fsynced last
 //! reclaim   names nobody holds -> gone                        unlinkat, missing is fine
 //! ```

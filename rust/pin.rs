@@ -54,18 +54,18 @@ impl<F: Fs> Commit<F> {
             .filter(allowed)
             .map(|group| (group.parent, self.pin_dir(group.parent)))
             .collect();
-        let made = store.in_turn(&ask, check_payload, |chunk| {
-            let dirs = || {
-                let from = chunk.dir.as_ref();
-                let from = from.map_err(|errno| Error::os("pin", chunk.parent, *errno))?;
-                Ok((from, to[chunk.parent].as_ref().map_err(Clone::clone)?))
-            };
+        let to_of = |file: &str| match to.get(split_path(file).0) {
+            Some(to) => to.as_ref().map_err(Clone::clone),
+            None => Err(Error::invalid("pin", file, "it is no payload file")),
+        };
+        let linked = store.in_turn(&ask, check_payload, |chunk| {
             let here = || chunk.indices.iter().map(|&index| ask[index]);
             let link = |file| {
                 check_payload(file).map_err(|why| Error::invalid("pin", file, why))?;
                 store.refuse_lost(file)?;
-                let (from, to) = dirs()?;
-                let name = split_path(file).1;
+                let from = chunk.dir.as_ref();
+                let from = from.map_err(|errno| Error::os("pin", file, *errno))?;
+                let (to, name) = (to_of(file)?, split_path(file).1);
                 Ok(if copy {
                     Err(Errno::XDEV)
                 } else {
@@ -76,11 +76,29 @@ impl<F: Fs> Commit<F> {
             let linked: Vec<Result<Io<()>>> = here().map(link).collect();
             drop(turn);
             let both = here().zip(linked);
-            both.map(|(file, linked)| {
-                let (linked, (from, to)) = (linked?, dirs()?);
-                confirm_or_copy(&store.fs, from, to, file, linked)
+            both.map(|(file, linked)| match linked? {
+                Ok(()) => confirm(&store.fs, to_of(file)?, file).map(Some),
+                Err(errno) if whole::cannot_link(errno) => Ok(None),
+                Err(errno) => Err(Error::os("pin", file, errno)),
             })
             .collect()
+        });
+        // Copies wait for the disk: side by side, whatever directory they are in.
+        let rest = ask.iter().zip(&linked);
+        let rest: Vec<String> = rest
+            .filter(|(_, linked)| matches!(linked, Ok(None)))
+            .map(|(file, _)| (*file).to_string())
+            .collect();
+        let copied = store.each("pin", &rest, check_payload, |from, name, file| {
+            let open = store.fs.open(from, name).context("pin", file)?;
+            let size = whole::copy_file(&store.fs, &open, to_of(file)?, name, false);
+            Ok((size.context("pin", file)?, Pinned::Copy))
+        });
+        let mut copied = copied.into_iter();
+        let made = linked.into_iter().map(|linked| match linked {
+            Ok(Some(pin)) => Ok(pin),
+            Ok(None) => copied.next().expect("one result per copy"),
+            Err(error) => Err(error),
         });
         let mut failed = HashMap::new();
         for (file, result) in ask.into_iter().zip(made) {
@@ -109,31 +127,15 @@ impl<F: Fs> Commit<F> {
     }
 }
 
-/// What becomes of a pin after the attempt to link it: its size, or a copy where links are impossible.
-fn confirm_or_copy<F: Fs>(
-    fs: &F,
-    from: &F::Dir,
-    to: &F::Dir,
-    file: &str,
-    linked: Io<()>,
-) -> Result<(u64, Pinned)> {
+/// The size of a fresh link; it is taken back if it is none of a payload.
+fn confirm<F: Fs>(fs: &F, to: &F::Dir, file: &str) -> Result<(u64, Pinned)> {
     let name = split_path(file).1;
-    match linked {
-        Ok(()) => {
-            let stat = fs.stat(to, name).context("pin", file).and_then(|stat| {
-                let wrong = whole::wrong_kind(stat.kind);
-                wrong.map_or(Ok(stat), |errno| Err(Error::os("pin", file, errno)))
-            });
-            let stat = stat.inspect_err(|_| {
-                let _ = fs.unlink(to, name);
-            })?;
-            Ok((stat.size, Pinned::Link))
-        }
-        Err(errno) if whole::cannot_link(errno) => {
-            let open = fs.open(from, name).context("pin", file)?;
-            let size = whole::copy_file(fs, &open, to, name, false).context("pin", file)?;
-            Ok((size, Pinned::Copy))
-        }
-        Err(errno) => Err(Error::os("pin", file, errno)),
-    }
+    let stat = fs.stat(to, name).context("pin", file).and_then(|stat| {
+        let wrong = whole::wrong_kind(stat.kind);
+        wrong.map_or(Ok(stat), |errno| Err(Error::os("pin", file, errno)))
+    });
+    let stat = stat.inspect_err(|_| {
+        let _ = fs.unlink(to, name);
+    })?;
+    Ok((stat.size, Pinned::Link))
 }

@@ -18,7 +18,7 @@ impl<F: Fs> Store<F> {
         let files: Vec<&str> = files.iter().map(String::as_str).collect();
         Ok(self.in_turn(&files, check_sweepable, |chunk| {
             let here = chunk.indices.iter().map(|&index| files[index]);
-            // All threads may look, before one at a time unlinks.
+            // Looking needs no turn.
             let found: Vec<_> = here.map(|file| self.freed(chunk.dir, file)).collect();
             let _turn = chunk.turn.lock().unwrap_or_else(PoisonError::into_inner);
             let both = chunk.indices.iter().zip(found);

@@ -248,8 +248,6 @@ pub(crate) fn group<'a>(files: impl IntoIterator<Item = &'a str>) -> Vec<Group<'
 pub(crate) struct Chunk<'c, F: Fs> {
     /// The directory, or why it cannot be opened.
     pub(crate) dir: &'c Io<F::Dir>,
-    /// Its path.
-    pub(crate) parent: &'c str,
     /// The places of the files in the list of all.
     pub(crate) indices: &'c [usize],
     /// Held while the directory is changed: the kernel lets one in at a time, and what waits for it there
@@ -282,10 +280,8 @@ impl<F: Fs> Store<F> {
         chunks.sort_unstable_by_key(|(round, _, at)| (*round, *at));
         let nowhere = Err(Errno::INVAL);
         let done = threads::map(&chunks, IO_THREADS.min(groups.len()), |(_, indices, at)| {
-            let parent = groups[*at].parent;
             act(&Chunk {
-                dir: parents.get(parent).unwrap_or(&nowhere),
-                parent,
+                dir: parents.get(groups[*at].parent).unwrap_or(&nowhere),
                 indices,
                 turn: &turns[*at],
             })

@@ -197,7 +197,35 @@ mod tests {
         assert_eq!(most_at_once(7, &wait), 7);
         assert_eq!(most_at_once(1, &wait), 1);
         let nothing = |_: &mut dyn FnMut()| ();
-        assert_eq!(most_at_once(16, &nothing), 1);
+        assert_eq!(most_at_once(1, &nothing), 1);
+        let crew = Crew {
+            items: &[(); 64],
+            f: |(): &(), _: &mut dyn FnMut()| (),
+            most: cores() + 1,
+            cursor: AtomicUsize::new(0),
+            size: AtomicUsize::new(1),
+            done: Mutex::default(),
+        };
+        let computing = (0..64).filter(|_| crew.has_room(false)).count();
+        assert_eq!(computing, cores() - 1);
+        assert!(crew.has_room(true) && !crew.has_room(true));
+    }
+
+    #[test]
+    fn a_thread_knows_whether_it_waited() {
+        // Promise: too early there is no judgement; sleeping is waiting; a busy loop is not, unless others
+        // had the core.
+        let mut watch = Watch::start();
+        assert_eq!(watch.judge(), None);
+        thread::sleep(Duration::from_millis(2));
+        assert_eq!(watch.judge(), Some(true));
+        let alone = (0..100).any(|_| {
+            watch = Watch::start();
+            let start = Instant::now();
+            while start.elapsed() < JUDGE * 2 {}
+            watch.judge() == Some(false)
+        });
+        assert!(alone, "a busy loop never counted as computing");
     }
 
     #[test]

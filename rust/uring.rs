@@ -310,7 +310,7 @@ pub struct Read<'a, T> {
     pub offset: u64,
     /// Where to.
     pub buffer: Buffer<'a>,
-    /// How many bytes are wanted; the buffer may have room for more (a direct read moves whole sectors).
+    /// How many bytes are wanted; the buffer may have room for more (a direct read moves whole pages).
     pub wanted: usize,
     /// What the caller knows it by.
     pub tag: T,
@@ -433,14 +433,9 @@ impl Aligned {
         self.len = len;
     }
 
-    /// How long it is.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether it has no bytes.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
+    /// How many bytes it keeps.
+    pub fn capacity(&self) -> usize {
+        self.memory.len()
     }
 
     /// Its bytes.

@@ -209,10 +209,8 @@ impl<F: Fs> Writer<F> {
         if tensors.is_empty() {
             return Ok(Vec::new());
         }
-        if full {
-            if let Some(draft) = self.draft.take() {
-                self.publish(&draft)?;
-            }
+        if full && let Some(draft) = self.draft.take() {
+            self.publish(&draft)?;
         }
         let mut draft = match self.draft.take() {
             Some(draft) => draft,

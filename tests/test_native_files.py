@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from native import publish
 from prime_io import PayloadSegment
-from prime_io._native import Root, Store, xxh3
+from prime_io._native import Commit, Root, Store, xxh3
 
 
 @pytest.fixture
@@ -100,6 +100,29 @@ def test_only_the_owner_reclaims(store: Store) -> None:
     first, again, bad, link = store.reclaim([file, "v1/gone", "../outside", "v1/link"])
     assert (first, again) == (size, -1) and isinstance(bad, ValueError) and isinstance(link, OSError)
     assert outside.exists() and not os.path.exists(f"{store.root}/{file}")
+
+
+def test_many_files_of_some_directories_answer_in_order(store: Store, tmp_path: Path) -> None:
+    # Promise: pins and reclaims of more files than a thread takes at a time, missing and bad ones among them,
+    # answer in the order of the question, in every directory.
+    made = [publish(store, i % 3, x=np.zeros(i + 1, np.uint8))["x"].file for i in range(300)]
+    sizes = [os.path.getsize(f"{store.root}/{file}") for file in made]
+    ask = [
+        name
+        for i, file in enumerate(made)
+        for name in ((file, f"v1/no{i}", "../x") if i % 7 == 0 else (file,))
+    ]
+    want = [n for i, size in enumerate(sizes) for n in ((size, -1, None) if i % 7 == 0 else (size,))]
+    commit = Commit(str(tmp_path / "checkpoints"), 1, "orchestrator")
+    for answer, size in zip(commit.pin(store, ask), want, strict=True):
+        if size is not None and size >= 0:
+            assert answer == (size, "link")
+        else:
+            assert isinstance(answer, FileNotFoundError if size == -1 else ValueError)
+    commit.abort()
+    for answer, size in zip(store.reclaim(ask), want, strict=True):
+        assert isinstance(answer, ValueError) if size is None else answer == size
+    assert store.scan() == []
 
 
 def test_scan_and_retire(store: Store) -> None:

@@ -1,7 +1,7 @@
-"""The native engine. Private: `prime_io.store`, `prime_io.checkpoint` and `prime_io.lineage` are its users.
+"""The native engine. Private: only this package uses it.
 
-Every call crosses the boundary once per batch and releases the GIL for all of its I/O. Batch calls return
-one result per item, in order: the value, or the exception that item met (an instance, not raised).
+Every call crosses the boundary once per batch and releases the GIL for all of its I/O. Batch calls return one
+result per item (`probe` in columns), in order: the value, or the exception that item met (an instance, not raised).
 `OSError`s carry `errno`, a message that names the operation, and `filename`. `Buffer` arguments must be
 C-contiguous; destinations writable and of exactly the stated length.
 """
@@ -150,12 +150,13 @@ class Store:
         destinations that are read-only, not contiguous, of another length, or overlapping in a batch.
         A destination must not be used until the call returns; one whose request failed holds anything.
         Up to 8 threads read, or two rings of 64 reads each; besides its results a gather takes at most 16 MiB
-        (or what one row takes). On KeyboardInterrupt reading stops within a few MiB per thread, then it is
-        raised; what `out` holds is then undefined.
+        (or what one row takes). On KeyboardInterrupt reading stops within a few MiB per thread (16 per ring), then it
+        is raised; what `out` holds is then undefined. Calls of up to 16 segments and 8 MiB run to their end.
         """
 
-    def sync(self, files: Sequence[str]) -> list[OSError | None]:
-        """fdatasync each file. A failed one is never tried again: its bytes count as lost."""
+    def sync(self, files: Sequence[str]) -> list[OSError | ValueError | None]:
+        """fdatasync each file; ValueError for a name that is not allowed. A failed one is never tried again: its
+        bytes count as lost."""
 
     def reclaim(self, files: Sequence[str]) -> list[int | Exception]:
         """Unlink each file (owner only: PermissionError otherwise). Result: bytes freed, or -1 if it was

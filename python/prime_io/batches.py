@@ -16,7 +16,7 @@ from typing import Final, Literal
 import msgspec
 
 from . import _native
-from .exchange import Exchange
+from .exchange import Exchange, check_reader
 from .failure import Failure, Findings, Lost, first_failure
 from .packing import CORE
 from .ranks import Ranks
@@ -47,6 +47,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     reader: str
 
     def __post_init__(self) -> None:
+        for name, spec in [*self.fields.items(), *self.columns.items()]:
+            if not isinstance(spec, FieldSpec):
+                raise TypeError(f"the spec of {name!r} is a {type(spec).__name__}, not a FieldSpec")
+        for what in ("seq_len", "multiple", "start"):
+            if not isinstance(getattr(self, what), int):
+                raise TypeError(f"{what} is {getattr(self, what)!r}, not an integer")
+        if self.start < 1:
+            raise ValueError(f"start is {self.start}: the first batch is 1")
+        check_reader(self.reader)
         if self.on_missing not in ("mask", "raise"):
             raise ValueError(f'on_missing is {self.on_missing!r}; use "mask" or "raise"')
         if self.multiple < 1 or self.seq_len < 1 or self.seq_len % self.multiple:
@@ -100,7 +109,7 @@ class Batches:
         self._next = settings.start
         self._upcoming: _Upcoming | None = None
         self._ended = False
-        self._failed: Exception | None = None
+        self._failed: BaseException | None = None
         self._check_alike()
 
     def next(self) -> StepPlan | None:
@@ -154,14 +163,18 @@ class Batches:
                 self._announced(msgspec.msgpack.decode(said[0].message[1:], type=TrainBatch))
             elif all(s.ready for s in said):
                 self._agree(step)
-        except Exception as error:
-            self._failed = error
+        except BaseException as error:
+            self.fail(error)
             raise
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing goes on after this: ranks may be at different places."""
+        self._failed = error
 
     def check(self) -> None:
         """RuntimeError once something has failed."""
         if self._failed is not None:
-            raise RuntimeError(f"the loader cannot go on after: {self._failed}")
+            raise RuntimeError(f"the loader cannot go on after: {self._failed or repr(self._failed)}")
 
     def _look_for(self, wait_s: float) -> bytes:
         end = time.monotonic() + wait_s

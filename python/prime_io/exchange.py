@@ -7,6 +7,7 @@ is polling: small directories, opened afresh each time, which also makes network
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,14 @@ from .lineage import Lineage
 from .types import PackedBatch, TrainBatch
 
 _STEP = "step_"
+_LOOK_AROUND_S = 1.0
+"""How often a reader that waits looks whether it waits for something that can still come, seconds."""
+
+
+def check_reader(name: str) -> None:
+    """ValueError if it cannot be the name of a reader, which is part of a file's name."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        raise ValueError(f"reader is {name!r}: 1 to 64 letters, digits, - and _")
 
 
 class Exchange:
@@ -25,6 +34,7 @@ class Exchange:
 
     def __init__(self, lineage: Lineage) -> None:
         self.lineage = lineage
+        self._look_around = 0.0
         self._root = _native.Root(str(lineage.directory), create=True)
 
     # -- orchestrator
@@ -86,14 +96,40 @@ class Exchange:
             time.sleep(poll_s)
 
     def look_for(self, step: int) -> tuple[TrainBatch | None, bool]:
-        """Batch `step` if it is there, and whether it will never come. Does not wait."""
+        """Batch `step` if it is there, and whether it will never come. Does not wait.
+
+        Once a second, while it is not there: LineageLeftError if the run has been resumed by somebody else,
+        ValueError if a later batch is there (a reader that was restarted alone).
+        """
         # In this order: what was published before the word to stop is still found.
         stop = self.stop_step()
         batch = self.read_batch(step)
-        return batch, batch is None and stop is not None and stop < step
+        is_last = batch is None and stop is not None and stop < step
+        if batch is None and not is_last and time.monotonic() >= self._look_around:
+            self._look_around = time.monotonic() + _LOOK_AROUND_S
+            return self._may_come(step), False
+        return batch, is_last
+
+    def _may_come(self, step: int) -> TrainBatch | None:
+        """Batch `step` if it has come meanwhile; an error if it will never come in this life."""
+        self.lineage.check_current(f"wait for batch {step}")
+        names = [name.removeprefix(_STEP) for name, _ in self._root.list("batches")]
+        later = [int(name) for name in names if name.isdecimal() and int(name) > step]
+        batch = self.read_batch(step)
+        if batch is None and later:
+            raise ValueError(
+                f"wait for batch {step}: it is gone and batch {min(later)} is there, so this life has trained it; end"
+                " all processes of the run and begin a new life with prepare_resume"
+            )
+        return batch
 
     def acknowledge(self, step: int, reader: str) -> None:
-        """Say that `reader` needs nothing of batch `step`, nor of any before it, any more."""
+        """Say that `reader` needs nothing of batch `step`, nor of any before it, any more.
+
+        LineageLeftError if the run has been resumed by somebody else.
+        """
+        check_reader(reader)
+        self.lineage.check_current(f"acknowledge step {step}")
         self._root.write(
             f"acks/{_STEP}{step}.{reader}", msgspec.json.encode({"lineage": self.lineage.id}), durable=False
         )

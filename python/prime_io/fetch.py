@@ -104,7 +104,8 @@ def _segments(plan: StepPlan, packed: Packed) -> dict[str, list[PayloadSegment]]
     segments: dict[str, list[PayloadSegment]] = {name: [] for name in plan.layouts}
     for slot in packed.slots:
         for name, own in plan.reads(slot, *plan.window(packed)):
-            segments[name] += own
+            if name in segments:  # not a field of which no sample of the batch has a row
+                segments[name] += own
     return segments
 
 

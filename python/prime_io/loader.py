@@ -255,13 +255,18 @@ class PayloadLoader:
             raise ValueError(f"step {step.number} is over")
         failure = None
         try:
-            fetched = self._reads.take()
-        except FetchError as error:
-            failure = error.failure
-        except Exception as error:
-            failure = Failure.of(error)
-        began = time.perf_counter()
-        self._batches.meet(step.number, f"micro-batch {step.taken}", failure=failure, look=True)
+            try:
+                fetched = self._reads.take()
+            except FetchError as error:
+                failure = error.failure
+            except Exception as error:
+                failure = Failure.of(error)
+            began = time.perf_counter()
+            self._batches.meet(step.number, f"micro-batch {step.taken}", failure=failure, look=True)
+        except BaseException as error:
+            # A signal handler may raise anywhere here: what was taken would be missing from the step.
+            self._batches.fail(error)
+            raise
         self._agreed_s += time.perf_counter() - began
         step.taken += 1
         self._micro_batches += 1

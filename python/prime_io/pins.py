@@ -109,7 +109,7 @@ def pin_all(
         files = list(sums)
         # In slices: making a native call's arguments and results holds the interpreter, item by item.
         for part in in_slices(files, size=_BATCH):
-            if how == "link":
+            if how != "skip":
                 part = _sync(store, part, result.missing)
             answers = _sizes(store, part) if how == "skip" else _pin(commit, store, part, copy=how == "copy")
             for file, answer in zip(part, answers, strict=True):

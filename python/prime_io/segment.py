@@ -119,6 +119,8 @@ class FieldSpec(msgspec.Struct, frozen=True):
     """Item type to widen to when gathered; None: the widest of the segments."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.shift, int):
+            raise TypeError(f"shift is {self.shift!r}: it counts rows")
         if self.align not in ("token", "token-1", "free"):
             raise ValueError(f'align is {self.align!r}; use "token", "token-1" or "free"')
         if isinstance(self.fill, str) and self.fill != "spread":

@@ -173,8 +173,10 @@ class PayloadStore:
         _check_version(version)
         return PayloadWriter(self.native.writer(version))
 
-    def sync(self, files: Iterable[str]) -> list[OSError | None]:
+    def sync(self, files: Iterable[str]) -> list[OSError | ValueError | None]:
         """Make the bytes of published files durable, and remember it; one result per file.
+
+        ValueError for a name that is not allowed.
 
         Files known to be durable cost nothing. A file whose sync failed is never tried again: its bytes
         count as lost.
@@ -305,6 +307,8 @@ class PayloadStore:
         Sizes are given where any segment is asked for, or with `sizes`. A segment that cannot be (overflow,
         unknown dtype) is not present, EINVAL. Never raises for what it finds; see `Probe.errno`.
         """
+        if isinstance(asked, str):
+            raise TypeError(f"probe asks for several files at once: [{asked!r}]")
         present, size, code = self.native.probe(
             asked if isinstance(asked, list) else list(asked), sizes=sizes
         )

@@ -90,7 +90,7 @@ impl DType {
 
     /// Bytes of one element, unless it has a fraction of a byte.
     pub const fn item_size(self) -> Option<u64> {
-        if self.bits() % 8 == 0 {
+        if self.bits().is_multiple_of(8) {
             Some(self.bits() / 8)
         } else {
             None

@@ -2,7 +2,7 @@
 
 use std::os::fd::BorrowedFd;
 
-use rustix::fs::{AtFlags, OFlags, StatxFlags, fcntl_getfl, fcntl_setfl, statx};
+use rustix::fs::{AtFlags, OFlags, StatxFlags, fcntl_setfl, statx};
 use rustix::io::{Errno, IoSliceMut, ReadWriteFlags, preadv2, retry_on_intr};
 
 use super::Io;
@@ -35,11 +35,6 @@ pub fn set_direct(file: BorrowedFd<'_>, on: bool, align: usize) -> Io<()> {
     fcntl_setfl(file, if on { OFlags::DIRECT } else { OFlags::empty() })
 }
 
-/// Whether reads of an open file bypass the page cache.
-pub fn is_direct(file: BorrowedFd<'_>) -> bool {
-    fcntl_getfl(file).is_ok_and(|flags| flags.contains(OFlags::DIRECT))
-}
-
 /// Whether `align` is enough; before Linux 6.1 nobody says, and the first read will.
 fn aligns(file: BorrowedFd<'_>, align: usize) -> bool {
     match statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) {
@@ -47,7 +42,7 @@ fn aligns(file: BorrowedFd<'_>, align: usize) -> bool {
             let least = [found.stx_dio_mem_align, found.stx_dio_offset_align];
             least
                 .iter()
-                .all(|&least| least > 0 && align % least as usize == 0)
+                .all(|&least| least > 0 && align.is_multiple_of(least as usize))
         }
         _ => true,
     }

@@ -330,8 +330,9 @@ impl Fs for RealFs {
                 other => other?,
             };
             let name: &CStr = entry.file_name();
-            let Ok(name) = name.to_str() else { continue };
-            if !matches!(name, "." | "..") && each(name, kind_of(entry.file_type())).is_break() {
+            // A name that is no text is shown as one that is not there: whoever needs it fails over it.
+            let name = name.to_string_lossy();
+            if !matches!(&*name, "." | "..") && each(&name, kind_of(entry.file_type())).is_break() {
                 break;
             }
         }

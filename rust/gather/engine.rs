@@ -59,6 +59,7 @@ pub(super) fn missing(errno: Errno) -> Error {
             "io_uring is forbidden here, by a seccomp filter or the sysctl kernel.io_uring_disabled; \
              allow it, or use engine=\"auto\""
         }
+        Errno::MFILE | Errno::NFILE => "too many files are open; raise ulimit -n, or open fewer",
         Errno::NOMEM => {
             "io_uring needs more locked memory than RLIMIT_MEMLOCK allows; raise it, or use \
              engine=\"auto\""
@@ -255,10 +256,10 @@ pub(super) fn undirect<F: Fs>(source: &Source<'_, F>, opened: &Opened<F>, refuse
         .file
         .as_ref()
         .and_then(|file| source.fs.file_fd(file));
-    if let Some(fd) = fd.filter(|_| opened.direct.swap(false, Ordering::Relaxed)) {
-        let _ = direct::set_direct(fd, false, Aligned::TO);
-        if refused {
-            count(&COUNTS.refused);
-        }
+    let Some(fd) = fd else { return };
+    // Whoever comes second must not read before the flag is gone, so each clears it; one counts.
+    let _ = direct::set_direct(fd, false, Aligned::TO);
+    if opened.direct.swap(false, Ordering::Relaxed) && refused {
+        count(&COUNTS.refused);
     }
 }

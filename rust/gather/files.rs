@@ -103,7 +103,7 @@ fn parents<'p, F: Fs>(source: &Source<'_, F>, names: &[Wanted<'p>]) -> BTreeMap<
 }
 
 /// Opens a file that was open before and not kept. There was room for one more then, which all threads of
-/// the wave share; they, or others in the process, are waited for.
+/// the wave share; they, or others in the process, are waited for, while any of it still gets through.
 pub(super) fn open_again<F: Fs>(source: &Source<'_, F>, name: &str) -> Result<F::File> {
     let mut turns = PATIENCE;
     loop {

@@ -20,8 +20,9 @@ const JOB: usize = 4 << 20;
 const RING_JOB: usize = 1 << 20;
 /// A job that converts reads about this much, so that it stays in the cache.
 const CONVERT: usize = 512 << 10;
-/// The most threads.
+/// The most threads; and where each takes much scratch.
 const THREADS: usize = 8;
+const HEAVY: usize = 3;
 
 /// Where the rows and the marks of a request go.
 #[derive(Debug, Default)]
@@ -256,6 +257,16 @@ fn helpers<F: Fs>(jobs: &[Job<'_, F>], budget: usize, cache: Cache) -> usize {
     let most = match cache {
         Cache::Warm => threads::cores().clamp(2, THREADS),
         Cache::Cold | Cache::Unknown => THREADS,
+    };
+    // Converting what is checked takes 4 MiB of scratch per thread.
+    let heavy = |job: &Job<'_, F>| {
+        let read = job.read.as_ref().filter(|read| read.check.is_some());
+        read.is_some_and(|read| !job.layout(read).are_equal())
+    };
+    let most = if jobs.iter().any(heavy) {
+        most.min(HEAVY)
+    } else {
+        most
     };
     deserved.min(most).min(budget)
 }

@@ -19,8 +19,10 @@ use crate::uring::{Aligned, Buffer, DEPTH, Read, Ring, Work};
 
 /// Destination bytes that a ring has with the kernel at once.
 const FLIGHT: usize = 16 << 20;
-/// Bytes of scratch per ring, or one job's.
-const SCRATCH: usize = 6 << 20;
+/// Bytes of scratch per ring that the kernel fills, or one job's.
+const SCRATCH: usize = 5 << 20;
+/// Bytes of scratch that a ring keeps for later.
+const SPARE: usize = 2 << 20;
 /// The most rings, each with its thread: one keeps a disk busy, two convert and check.
 const RINGS: usize = 2;
 
@@ -120,7 +122,7 @@ impl<'a, F: Fs> Driver<'_, 'a, F> {
         let fetch = fetch(read, job.stored(&out), direct);
         let straight = job.layout(read).are_equal()
             && fetch.len == out.len()
-            && (!direct || out.as_ptr().addr() % Aligned::TO == 0);
+            && (!direct || out.as_ptr().addr().is_multiple_of(Aligned::TO));
         let full = self.flight > 0 && self.flight + fetch.len > FLIGHT;
         if full || (!straight && self.scratch > 0 && self.scratch + fetch.len > SCRATCH) {
             return None;
@@ -192,7 +194,9 @@ impl<'a, F: Fs> Driver<'_, 'a, F> {
                 Some(checked)
             }
         };
-        self.spare.extend(scratch);
+        let kept: usize = self.spare.iter().map(Aligned::capacity).sum();
+        self.spare
+            .extend(scratch.filter(|scratch| kept + scratch.capacity() <= SPARE));
         drop(out);
         result.unwrap_or_else(|| job.run(self.source, &mut self.plain))
     }

@@ -1,4 +1,4 @@
-//! `engine_facts`: what reads here, and what this process has counted.
+//! `engine_counts`, `try_uring`: what reads here, and what this process has counted.
 
 use std::sync::atomic::Ordering;
 
