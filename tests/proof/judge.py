@@ -238,17 +238,19 @@ def _restored(verdict: Verdict, config: Config, line: Line) -> None:
 def _resumed_from_the_newest(verdict: Verdict, events: list[Event]) -> None:
     """A step that was acknowledged as complete is there to be resumed from, or a newer one is."""
     saved: dict[tuple[str, int], set[str]] = {}
-    newest = 0
+    newest = looked = 0
     for event in events:
-        if event["event"] == "saved" and event["committed"]:
+        if event["event"] == "looks":
+            looked = newest
+        elif event["event"] == "saved" and event["committed"]:
             saved.setdefault((event["lineage"], event["step"]), set()).add("orchestrator")
         elif event["event"] == "committed":
             saved.setdefault((event["lineage"], event["step"]), set()).add("trainer")
         elif event["event"] == "resume":
             complete = event["complete"]
             verdict.promise(
-                (max(complete, default=0)) >= newest,
-                f"step {newest} was acknowledged as complete, but complete are {complete}",
+                (max(complete, default=0)) >= looked,
+                f"step {looked} was acknowledged as complete, but complete are {complete}",
             )
             # Only lives that this resume leaves behind at or after that step still count.
             limit = event["step"] or 0

@@ -134,6 +134,7 @@ class _Lives:
 
     def _live(self, kill: Kill | None, log: EventLog) -> list[str] | None:
         """None: killed as planned. Else the run is over, well or not."""
+        log("looks")  # what a straggler of the dead life completes from here on need not be seen
         step, steps = self._steps()
         log("resume", {"life_to_come": self.number, "step": step, "complete": steps})
         prepared = self._run(["prepare"], kill if kill and kill.role == "prepare" else None, step)
