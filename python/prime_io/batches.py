@@ -242,7 +242,7 @@ class Batches:
         try:
             plan.agree(lost)
         except ValueError as error:
-            return error
+            return ValueError(f"step {plan.batch.step}: {error}")
         if lost:
             log.warning(
                 "step %d: %d of %d samples masked, %d optional fields left out: %s",
