@@ -6,7 +6,7 @@ use rustix::io::Errno;
 
 use crate::commit::{Commit, PAYLOADS};
 use crate::error::Context;
-use crate::fs::{Fs, Io, split_path, whole};
+use crate::fs::{Fs, split_path, whole};
 use crate::names::check_payload;
 use crate::store::{Group, Store, group};
 use crate::{Error, Result};
@@ -58,30 +58,19 @@ impl<F: Fs> Commit<F> {
             Some(to) => to.as_ref().map_err(Clone::clone),
             None => Err(Error::invalid("pin", file, "it is no payload file")),
         };
-        let linked = store.in_turn(&ask, check_payload, |chunk| {
-            let here = || chunk.indices.iter().map(|&index| ask[index]);
-            let link = |file| {
-                check_payload(file).map_err(|why| Error::invalid("pin", file, why))?;
-                store.refuse_lost(file)?;
-                let from = chunk.dir.as_ref();
-                let from = from.map_err(|errno| Error::os("pin", file, *errno))?;
-                let (to, name) = (to_of(file)?, split_path(file).1);
-                Ok(if copy {
-                    Err(Errno::XDEV)
-                } else {
-                    store.fs.link(from, name, to, name)
-                })
+        let linked = store.in_turn("pin", &ask, check_payload, |from, name, file| {
+            store.refuse_lost(file)?;
+            let to = to_of(file)?;
+            let made = if copy {
+                Err(Errno::XDEV)
+            } else {
+                store.fs.link(from, name, to, name)
             };
-            let turn = chunk.turn.lock();
-            let linked: Vec<Result<Io<()>>> = here().map(link).collect();
-            drop(turn);
-            let both = here().zip(linked);
-            both.map(|(file, linked)| match linked? {
-                Ok(()) => confirm(&store.fs, to_of(file)?, file).map(Some),
+            match made {
+                Ok(()) => confirm(&store.fs, to, file).map(Some),
                 Err(errno) if whole::cannot_link(errno) => Ok(None),
                 Err(errno) => Err(Error::os("pin", file, errno)),
-            })
-            .collect()
+            }
         });
         // Copies wait for the disk: side by side, whatever directory they are in.
         let rest = ask.iter().zip(&linked);

@@ -1,11 +1,9 @@
 //! Reclaim: unlink files that nobody holds.
 
-use std::sync::PoisonError;
-
 use rustix::io::Errno;
 
 use crate::error::Context;
-use crate::fs::{Fs, Io, split_path, whole};
+use crate::fs::{Fs, whole};
 use crate::names::check_sweepable;
 use crate::store::Store;
 use crate::{Error, Result};
@@ -16,53 +14,28 @@ impl<F: Fs> Store<F> {
     pub fn reclaim(&self, files: &[String]) -> Result<Vec<Result<Option<u64>>>> {
         self.require_owner("reclaim")?;
         let files: Vec<&str> = files.iter().map(String::as_str).collect();
-        Ok(self.in_turn(&files, check_sweepable, |chunk| {
-            let here = chunk.indices.iter().map(|&index| files[index]);
-            // Looking needs no turn.
-            let found: Vec<_> = here.map(|file| self.freed(chunk.dir, file)).collect();
-            let _turn = chunk.turn.lock().unwrap_or_else(PoisonError::into_inner);
-            let both = chunk.indices.iter().zip(found);
-            both.map(|(&index, found)| {
-                let Some((dir, name, freed)) = found? else {
-                    return Ok(None);
-                };
-                match self.fs.unlink(dir, name) {
-                    Ok(()) => Ok(Some(freed)),
-                    Err(Errno::NOENT) => Ok(None),
-                    Err(errno) => Err(Error::os("reclaim", files[index], errno)),
+        let results = self.in_turn("reclaim", &files, check_sweepable, |dir, name, file| {
+            let stat = match self.fs.stat(dir, name) {
+                Err(Errno::NOENT) => return Ok(None),
+                other => other.context("reclaim", file)?,
+            };
+            if let Some(errno) = whole::wrong_kind(stat.kind) {
+                return Err(Error::os("reclaim", file, errno).with_hint("it is no payload file"));
+            }
+            match self.fs.unlink(dir, name) {
+                Err(Errno::NOENT) => Ok(None),
+                other => {
+                    other.context("reclaim", file)?;
+                    Ok(Some(if stat.nlink == 1 { stat.size } else { 0 }))
                 }
-            })
-            .collect()
-        }))
-    }
-
-    /// Where a file is and what unlinking it frees; none if it is gone.
-    fn freed<'f>(
-        &self,
-        dir: &'f Io<F::Dir>,
-        file: &'f str,
-    ) -> Result<Option<(&'f F::Dir, &'f str, u64)>> {
-        check_sweepable(file).map_err(|why| Error::invalid("reclaim", file, why))?;
-        let dir = match dir {
+            }
+        });
+        let gone = |result: Result<Option<u64>>| match result {
             // The whole version directory is gone.
-            Err(Errno::NOENT) => return Ok(None),
-            other => other
-                .as_ref()
-                .map_err(|errno| Error::os("reclaim", file, *errno))?,
+            Err(error) if error.errno() == Some(Errno::NOENT) => Ok(None),
+            other => other,
         };
-        let name = split_path(file).1;
-        let stat = match self.fs.stat(dir, name) {
-            Err(Errno::NOENT) => return Ok(None),
-            other => other.context("reclaim", file)?,
-        };
-        if let Some(errno) = whole::wrong_kind(stat.kind) {
-            return Err(Error::os("reclaim", file, errno).with_hint("it is no payload file"));
-        }
-        Ok(Some((
-            dir,
-            name,
-            if stat.nlink == 1 { stat.size } else { 0 },
-        )))
+        Ok(results.into_iter().map(gone).collect())
     }
 }
 

@@ -205,13 +205,55 @@ impl<F: Fs> Store<F> {
     ) -> Vec<Result<R>> {
         let parents = open_parents(&self.fs, &self.dir, files.iter().map(String::as_str), check);
         threads::map(files, IO_THREADS, |file| {
-            check(file).map_err(|why| Error::invalid(op, file, why))?;
-            let (parent, name) = split_path(file);
-            match &parents[parent] {
-                Ok(dir) => act(dir, name, file),
-                Err(errno) => Err(Error::os(op, file, *errno)),
-            }
+            in_its_parent(&parents, op, file, check, &act)
         })
+    }
+
+    /// As [`Store::each`], by one thread at a time in a directory: the kernel locks it for whoever changes
+    /// it, and what waits for that lock burns its core.
+    pub(crate) fn in_turn<R: Send>(
+        &self,
+        op: &'static str,
+        files: &[&str],
+        check: Check,
+        act: impl Fn(&F::Dir, &str, &str) -> Result<R> + Sync,
+    ) -> Vec<Result<R>> {
+        let parents = open_parents(&self.fs, &self.dir, files.iter().copied(), check);
+        let groups = group(files.iter().copied());
+        let done = threads::map_long(&groups, IO_THREADS, |group, judge| {
+            let one = |&index: &usize| {
+                let result = in_its_parent(&parents, op, files[index], check, &act);
+                judge();
+                result
+            };
+            group.indices.iter().map(one).collect::<Vec<_>>()
+        });
+        let mut results: Vec<Option<Result<R>>> = files.iter().map(|_| None).collect();
+        for (group, done) in groups.iter().zip(done) {
+            for (index, result) in group.indices.iter().zip(done) {
+                results[*index] = Some(result);
+            }
+        }
+        results
+            .into_iter()
+            .map(|result| result.expect("every file is in a group"))
+            .collect()
+    }
+}
+
+/// Calls `act` with (directory, name, file), or says why there is none.
+fn in_its_parent<D, R>(
+    parents: &BTreeMap<&str, Io<D>>,
+    op: &'static str,
+    file: &str,
+    check: Check,
+    act: &impl Fn(&D, &str, &str) -> Result<R>,
+) -> Result<R> {
+    check(file).map_err(|why| Error::invalid(op, file, why))?;
+    let (parent, name) = split_path(file);
+    match &parents[parent] {
+        Ok(dir) => act(dir, name, file),
+        Err(errno) => Err(Error::os(op, file, *errno)),
     }
 }
 
@@ -242,60 +284,6 @@ pub(crate) fn group<'a>(files: impl IntoIterator<Item = &'a str>) -> Vec<Group<'
         groups[last].indices.push(index);
     }
     groups
-}
-
-/// Some files of one directory, for one thread.
-pub(crate) struct Chunk<'c, F: Fs> {
-    /// The directory, or why it cannot be opened.
-    pub(crate) dir: &'c Io<F::Dir>,
-    /// The places of the files in the list of all.
-    pub(crate) indices: &'c [usize],
-    /// Held while the directory is changed: the kernel lets one in at a time, and what waits for it there
-    /// burns its core.
-    pub(crate) turn: &'c Mutex<()>,
-}
-
-/// So many files are changed in one turn.
-const CHUNK: usize = 64;
-
-impl<F: Fs> Store<F> {
-    /// Calls `act` for all files, in chunks of one directory each; results in order of the files.
-    ///
-    /// Chunks of different directories alternate, so that threads meet in one directory only if there is no
-    /// other work. No directory is opened in a place that `check` does not allow.
-    pub(crate) fn in_turn<R: Send>(
-        &self,
-        files: &[&str],
-        check: Check,
-        act: impl Fn(&Chunk<'_, F>) -> Vec<R> + Sync,
-    ) -> Vec<R> {
-        let groups = group(files.iter().copied());
-        let parents = open_parents(&self.fs, &self.dir, files.iter().copied(), check);
-        let turns: Vec<Mutex<()>> = groups.iter().map(|_| Mutex::default()).collect();
-        let mut chunks: Vec<(usize, &[usize], usize)> = Vec::new();
-        for (at, group) in groups.iter().enumerate() {
-            let parts = group.indices.chunks(CHUNK).enumerate();
-            chunks.extend(parts.map(|(round, indices)| (round, indices, at)));
-        }
-        chunks.sort_unstable_by_key(|(round, _, at)| (*round, *at));
-        let nowhere = Err(Errno::INVAL);
-        let done = threads::map(&chunks, IO_THREADS.min(groups.len()), |(_, indices, at)| {
-            act(&Chunk {
-                dir: parents.get(groups[*at].parent).unwrap_or(&nowhere),
-                indices,
-                turn: &turns[*at],
-            })
-        });
-        let mut results: Vec<Option<R>> = files.iter().map(|_| None).collect();
-        for ((_, indices, _), done) in chunks.iter().zip(done) {
-            for (index, result) in indices.iter().zip(done) {
-                results[*index] = Some(result);
-            }
-        }
-        let all = results.into_iter();
-        all.map(|result| result.expect("every file is in a chunk"))
-            .collect()
-    }
 }
 
 /// Which names are allowed; why not.
