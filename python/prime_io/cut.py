@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -34,9 +33,6 @@ class Cut(NamedTuple):
                 work = item if isinstance(item, StoredEpisode) else _decode_trace(item)
                 segments += work.segments()
                 spills += work.spills()
-        return Snapshot(self.step, {**self.parts, "queue": _pack(self.queue)}, segments, spills)
-
-
-def _pack(blobs: Sequence[msgspec.Raw]) -> bytes:
-    """A msgpack array of values that are encoded already (array 32)."""
-    return b"".join([b"\xdd", len(blobs).to_bytes(4, "big"), *blobs])
+        return Snapshot(
+            self.step, {**self.parts, "queue": msgspec.msgpack.encode(self.queue)}, segments, spills
+        )
