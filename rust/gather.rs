@@ -23,6 +23,7 @@ mod ring;
 mod tests;
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::Errno;
@@ -37,10 +38,12 @@ use jobs::Target;
 use plan::Plan;
 
 /// Rows of one field in one file, as the sender claims; nothing of it is trusted.
+///
+/// What the segments of a trace have in common may be shared: what was checked of one then holds of the next.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Segment {
     /// The file, relative to the store.
-    pub file: String,
+    pub file: Arc<str>,
     /// Where the rows start, from byte 0 of the file.
     pub offset: u64,
     /// The position of the first row in its sequence.
@@ -48,11 +51,20 @@ pub struct Segment {
     /// How many rows.
     pub rows: u64,
     /// The numpy / `ml_dtypes` name of the stored type.
-    pub dtype: String,
+    pub dtype: Arc<str>,
     /// The stored shape of a row.
-    pub shape: Vec<u64>,
+    pub shape: Arc<[u64]>,
     /// XXH3 of the tensor's block list, or "".
-    pub checksum: String,
+    pub checksum: Arc<str>,
+}
+
+impl Segment {
+    /// Whether file, type and shape are those of another one, the very same.
+    fn shares(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.file, &other.file)
+            && Arc::ptr_eq(&self.dtype, &other.dtype)
+            && Arc::ptr_eq(&self.shape, &other.shape)
+    }
 }
 
 /// What goes where no segment has a value.
@@ -142,7 +154,7 @@ pub fn gather<F: Fs>(source: &Source<'_, F>, requests: Vec<Request<'_>>) -> Vec<
     }
     // Requests of one file side by side, so that it is opened once.
     let mut order: Vec<usize> = (0..plans.len()).collect();
-    order.sort_by_key(|&at| plans[at].1.needs.first().map(|need| need.file.as_str()));
+    order.sort_by_key(|&at| plans[at].1.needs.first().map(|need| &*need.file));
     let mut budget = files::budget();
     let mut rest = &order[..];
     while !rest.is_empty() {
@@ -195,7 +207,7 @@ fn wave<'p>(
         // An upper bound, which counts a file twice that one request names twice.
         let fresh = needs
             .iter()
-            .filter(|need| !seen.contains_key(need.file.as_str()))
+            .filter(|need| !seen.contains_key(&*need.file))
             .count();
         if count > 0 && names.len() + fresh > budget {
             break;

@@ -2,6 +2,7 @@
 //! segments against them.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -134,19 +135,23 @@ pub(super) fn open_one<F: Fs>(source: &Source<'_, F>, name: &str) -> Result<F::F
 /// The open file of each need and what to check it against, or the first thing that is wrong.
 pub(super) type Files<'a, F> = Vec<(&'a Opened<F>, Option<Check<'a>>)>;
 
-pub(super) fn check_files<'a, F: Fs>(
-    plan: &Plan,
+pub(super) fn check_files<'a, 'p, F: Fs>(
+    plan: &'p Plan,
     index: &HashMap<&str, usize>,
     opened: &'a [Result<Opened<F>>],
 ) -> Result<Files<'a, F>> {
-    let one = |need: &Need| {
-        let opened = opened[index[need.file.as_str()]]
-            .as_ref()
-            .map_err(Clone::clone)?;
+    let mut last: Option<(&Arc<str>, usize)> = None;
+    let one = |need: &'p Need| {
+        let at = match last {
+            Some((file, at)) if Arc::ptr_eq(file, &need.file) => at,
+            _ => index[&*need.file],
+        };
+        last = Some((&need.file, at));
+        let opened = opened[at].as_ref().map_err(Clone::clone)?;
         if need.end > opened.size {
             let (index, end, size) = (need.index, need.end, opened.size);
             let why = format!("segment {index} ends at byte {end}, but the file has {size} bytes");
-            return Err(Error::corrupt("gather", need.file.as_str(), why));
+            return Err(Error::corrupt("gather", &*need.file, why));
         }
         let header = opened.header.as_ref().filter(|_| !need.checksum.is_empty());
         let check = header.map(|header| find(header, need)).transpose()?;
@@ -157,7 +162,7 @@ pub(super) fn check_files<'a, F: Fs>(
 
 /// The tensor that a segment with a checksum lies in. A file without it is not the file that was written.
 fn find<'a>(header: &'a Header, need: &Need) -> Result<Check<'a>> {
-    let wrong = |why: String| Err(Error::corrupt("verify", need.file.as_str(), why));
+    let wrong = |why: String| Err(Error::corrupt("verify", &*need.file, why));
     let index = need.index;
     let inside = |tensor: &&TensorInfo| need.end - tensor.offset <= tensor.len;
     let Some(tensor) = header.tensor_at(need.start).filter(inside) else {
@@ -165,7 +170,7 @@ fn find<'a>(header: &'a Header, need: &Need) -> Result<Check<'a>> {
     };
     let name = &tensor.name;
     match header.blocks(name) {
-        Some(blocks) if segment_checksum(blocks) == need.checksum => Ok(Check { tensor, blocks }),
+        Some(blocks) if segment_checksum(blocks) == *need.checksum => Ok(Check { tensor, blocks }),
         Some(_) => wrong(format!(
             "tensor {name:?} is not the one that segment {index} was made of"
         )),

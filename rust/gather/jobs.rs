@@ -325,7 +325,7 @@ impl<'a, F: Fs> Job<'a, F> {
             paint(&mut out, &self.plan.unit);
             return Ok(());
         };
-        let name = read.need.file.as_str();
+        let name = &*read.need.file;
         let again = match read.opened.file {
             Some(_) => None,
             None => Some(open_again(source, name)?),

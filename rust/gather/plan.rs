@@ -1,5 +1,7 @@
 //! What a request and its segments claim, checked. Pure: all arithmetic on claims is checked here, once.
 
+use std::sync::Arc;
+
 use super::convert::{convertible, spread_unit};
 use super::pieces::{Piece, Span, resolve};
 use super::{Fill, Request, Segment};
@@ -25,17 +27,17 @@ pub(super) struct Plan {
 /// A segment that is read.
 #[derive(Debug)]
 pub(super) struct Need {
-    pub(super) file: String,
+    pub(super) file: Arc<str>,
     /// The first byte of the segment.
     pub(super) start: u64,
     /// One past the last byte of the segment.
     pub(super) end: u64,
     pub(super) dtype: DType,
-    pub(super) shape: Vec<usize>,
+    pub(super) shape: Arc<[usize]>,
     /// Bytes of a stored row; not 0.
     pub(super) row_bytes: usize,
     /// "" unless it is to be verified.
-    pub(super) checksum: String,
+    pub(super) checksum: Arc<str>,
     /// Its index in the request, for messages.
     pub(super) index: usize,
 }
@@ -86,11 +88,18 @@ pub(super) fn check(
     let unit = unit(dtype, &shape, &request.fill)?;
     let mut spans = Vec::with_capacity(request.segments.len());
     let mut needs = Vec::with_capacity(request.segments.len());
+    let mut last: Option<(&Segment, Layout)> = None;
     for (index, segment) in request.segments.iter().enumerate() {
-        let (span, need) = claim(index, segment, request, verify).map_err(|why| {
+        let wrong = |why: String| {
             let why = format!("segment {index}: {why}");
-            Error::invalid("gather", segment.file.as_str(), why)
-        })?;
+            Error::invalid("gather", &*segment.file, why)
+        };
+        let known = match last {
+            Some((before, known)) if segment.shares(before) => known,
+            _ => layout(segment, request).map_err(wrong)?,
+        };
+        let (span, need) = claim(index, segment, known.clone(), request, verify).map_err(wrong)?;
+        last = Some((segment, known));
         spans.push(span);
         needs.push(need);
     }
@@ -106,20 +115,17 @@ pub(super) fn check(
     })
 }
 
-/// What a segment says, if it can be true; why it cannot otherwise.
-fn claim(
-    index: usize,
-    segment: &Segment,
-    request: &Request<'_>,
-    verify: bool,
-) -> std::result::Result<(Span, Need), String> {
-    let Request {
-        lo,
-        hi,
-        dtype,
-        shape,
-        ..
-    } = request;
+/// How the rows of a segment are stored.
+#[derive(Clone)]
+struct Layout {
+    dtype: DType,
+    shape: Arc<[usize]>,
+    row_bytes: usize,
+}
+
+/// What a segment says of its file and its rows, if it can be true; why it cannot otherwise.
+fn layout(segment: &Segment, request: &Request<'_>) -> std::result::Result<Layout, String> {
+    let Request { dtype, shape, .. } = request;
     check_path(&segment.file)?;
     let stored = DType::from_numpy(&segment.dtype).map_err(|error| error.to_string())?;
     if !convertible(stored, *dtype) {
@@ -136,16 +142,34 @@ fn claim(
             segment.shape
         ));
     }
+    let bytes = stored.tensor_bytes(&segment.shape);
+    Ok(Layout {
+        dtype: stored,
+        shape: dims(&segment.shape).into(),
+        row_bytes: bytes
+            .and_then(|bytes| usize::try_from(bytes).ok())
+            .ok_or(OVERFLOW)?,
+    })
+}
+
+/// What a segment says of its place, if it can be true; why it cannot otherwise.
+fn claim(
+    index: usize,
+    segment: &Segment,
+    layout: Layout,
+    request: &Request<'_>,
+    verify: bool,
+) -> std::result::Result<(Span, Need), String> {
+    let (lo, hi) = (request.lo, request.hi);
+    let bytes = layout.row_bytes as u64;
     let claimed = || {
-        let bytes = stored.tensor_bytes(&segment.shape)?;
         let end = bytes
             .checked_mul(segment.rows)?
             .checked_add(segment.offset)?;
-        let stop = segment.pos.checked_add(segment.rows)?;
-        Some((bytes, usize::try_from(bytes).ok()?, end, stop))
+        Some((end, segment.pos.checked_add(segment.rows)?))
     };
-    let (bytes, row_bytes, end, stop) = claimed().ok_or("offset, pos, rows and shape overflow")?;
-    let (start, stop) = (segment.pos.clamp(*lo, *hi), stop.clamp(*lo, *hi));
+    let (end, stop) = claimed().ok_or(OVERFLOW)?;
+    let (start, stop) = (segment.pos.clamp(lo, hi), stop.clamp(lo, hi));
     let skipped = start.saturating_sub(segment.pos);
     let span = Span {
         // Both are at most hi - lo, which fits.
@@ -158,18 +182,20 @@ fn claim(
         file: segment.file.clone(),
         start: segment.offset,
         end,
-        dtype: stored,
-        shape: dims(&segment.shape),
-        row_bytes,
+        dtype: layout.dtype,
+        shape: layout.shape,
+        row_bytes: layout.row_bytes,
         checksum: if verify {
             segment.checksum.clone()
         } else {
-            String::new()
+            Arc::default()
         },
         index,
     };
     Ok((span, need))
 }
+
+const OVERFLOW: &str = "offset, pos, rows and shape overflow";
 
 /// A dimension beyond `usize` belongs to a shape of no bytes: its size is never used.
 fn dims(shape: &[u64]) -> Vec<usize> {

@@ -121,7 +121,7 @@ fn segment(file: &str, offset: u64, pos: u64, rows: u64, dtype: DType, shape: &[
         rows,
         dtype,
         shape: shape.into(),
-        checksum: String::new(),
+        checksum: "".into(),
     }
 }
 
@@ -161,18 +161,18 @@ fn naive(bench: &Bench, request: &Request<'_>) -> (Vec<u8>, Vec<u8>) {
                 index[axis] = rest % request.shape[axis];
                 rest /= request.shape[axis];
             }
-            let inside = winner.filter(|s| index.iter().zip(&s.shape).all(|(i, dim)| i < dim));
+            let inside = winner.filter(|s| index.iter().zip(&*s.shape).all(|(i, dim)| i < dim));
             let value = match (inside, &request.fill) {
                 (Some(s), _) => {
                     let from = DType::from_numpy(&s.dtype).unwrap();
                     let width = from.bits() / 8;
                     let flat = index
                         .iter()
-                        .zip(&s.shape)
+                        .zip(&*s.shape)
                         .fold(0, |at, (i, dim)| at * dim + i);
                     let stored: u64 = s.shape.iter().product();
                     let at = s.offset + ((row - s.pos) * stored + flat) * width;
-                    let bytes = std::fs::read(bench.root.path().join(&s.file)).unwrap();
+                    let bytes = std::fs::read(bench.root.path().join(&*s.file)).unwrap();
                     let at = usize::try_from(at).unwrap();
                     let mut value = bytes[at..at + usize::try_from(width).unwrap()].to_vec();
                     let signed = from.numpy().starts_with("int") && value.last().unwrap() >> 7 == 1;

@@ -9,7 +9,7 @@ use pyo3::types::PyList;
 use super::buffer::{Input, Output, Slab};
 use super::error;
 use super::run::{Work, detached};
-use super::segments::{argument, dims, segment};
+use super::segments::{Segments, argument, dims};
 use crate::error::Result as CoreResult;
 use crate::format::DType;
 use crate::gather::{Fill, Filled, Request, sizes};
@@ -56,10 +56,10 @@ impl Batch {
                     .push(Output::get(object, &format!("request {at}: {name}"), len)?);
             }
         }
+        let mut read = Segments::default();
         let segments: PyResult<Vec<_>> = segments
             .try_iter()?
-            .enumerate()
-            .map(|(i, object)| segment(i, &object?))
+            .map(|object| read.next(&object?))
             .collect();
         self.work.items += segments.as_ref().map_or(0, Vec::len);
         self.work.bytes = self.work.bytes.saturating_add(len);

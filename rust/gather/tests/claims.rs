@@ -27,15 +27,15 @@ fn claims_are_checked_before_anything_is_read() {
             ..good.clone()
         },
         Segment {
-            shape: vec![3],
+            shape: [3].into(),
             ..good.clone()
         },
         Segment {
-            shape: vec![],
+            shape: [].into(),
             ..good.clone()
         },
         Segment {
-            shape: vec![2, 1],
+            shape: [2, 1].into(),
             ..good.clone()
         },
         Segment {
@@ -59,7 +59,7 @@ fn claims_are_checked_before_anything_is_read() {
             ..good.clone()
         },
         Segment {
-            file: String::new(),
+            file: "".into(),
             ..good.clone()
         },
     ];

@@ -36,7 +36,7 @@ fn payload(bench: &Bench, name: &str, random: &mut Random) -> [Segment; 2] {
         segment(name, layout.offset(1), 0, 7, DType::U16, &[3]),
     ];
     for (segment, list) in segments.iter_mut().zip(&lists) {
-        segment.checksum = segment_checksum(list);
+        segment.checksum = segment_checksum(list).into();
     }
     segments
 }
@@ -149,7 +149,7 @@ fn equal_tensors_side_by_side_are_verified_apart() {
     file.extend([3; 128]);
     bench.write("v1/a", &file);
     let part = |index: u8| Segment {
-        checksum: segment_checksum(&list),
+        checksum: segment_checksum(&list).into(),
         ..segment(
             "v1/a",
             layout.offset(index.into()),
