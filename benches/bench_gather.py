@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import first_use
 import numpy as np
 import pytest
 import torch
@@ -66,7 +67,6 @@ def test_warm(rows: Rows, traces: Traces) -> None:
     sources = [torch.from_numpy(array) for array in traces.arrays]
     reused = [torch.zeros_like(source) for source in sources]
     tensors, n = traces.tensors, traces.arrays[0].nbytes
-    fresh: list[PayloadStore] = []
 
     def memcpy() -> list[Any]:
         for into, source in zip(reused, sources, strict=True):
@@ -111,13 +111,6 @@ def test_warm(rows: Rows, traces: Traces) -> None:
             check=traces.check,
         ),
         *_engines(rows, traces.root, lambda other: other.gather_many(traces.requests), traces.check),
-        Entry(
-            name="prime_io, fresh pages",
-            before=lambda: fresh.append(PayloadStore(traces.root)),
-            run=lambda: fresh[0].gather_many(traces.requests),
-            check=traces.check,
-            after=fresh.clear,
-        ),
         Entry(name=copies[0], run=memcpy, check=tensors.check),
         Entry(name=copies[1], run=copyto, check=tensors.check),
         Entry(name="open().read(), np.frombuffer", run=read, check=tensors.check),
@@ -134,8 +127,20 @@ def test_warm(rows: Rows, traces: Traces) -> None:
     rows.row("gather.read", times, rival="open().read(), np.frombuffer", limit=limit)
     rows.row("gather.preadv", times, rival=list(pools), limit=limit, note="the faster pool")
     rows.row("gather.verify", times, ours="prime_io, verify", rival="prime_io", limit=limit)
-    rows.row("gather.first", times, ours="prime_io, fresh pages", rival="np.fromfile", limit=limit)
     store.close()
+
+
+def test_first(rows: Rows, traces: Traces) -> None:
+    """The same, as the first call of a process."""
+    ours, rival = "prime_io, first call", "np.fromfile, first call"
+    contestants = {ours: "prime_io", rival: "np.fromfile"}
+    entries = [
+        first_use.entry(name, how, str(traces.root), traces.segments, traces.arrays)
+        for name, how in contestants.items()
+    ]
+    title = f"gather: {len(traces.arrays)} traces, the first call of a process"
+    times = rows.contest(title, entries, rounds=7, volume=traces.gigabytes)
+    rows.row("gather.first", times, ours=ours, rival=rival)
 
 
 def test_peers(rows: Rows, traces: Traces, disk: Path) -> None:
