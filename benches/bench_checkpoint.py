@@ -18,8 +18,10 @@ from duel import Entry
 from load import Life, make_sample
 from rows import Rows
 
-from prime_io import QueuedTrace, Snapshot
+from prime_io import PayloadSegment, PolicySpan, QueuedTrace, Snapshot
+from prime_io.cut import Cut
 from prime_io.restore import sink_state
+from prime_io.types import StoredSample
 
 TRACES, SEGMENTS = 512, 4
 
@@ -27,8 +29,8 @@ TRACES, SEGMENTS = 512, 4
 def test_state(rows: Rows, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """512 queued traces with 2,048 payload segments: from the queue to a committed, durable state, without pins.
 
-    Ours is a whole commit: state, manifest, every directory fsynced. The rival pickles the same traces by
-    torch.save and makes that durable: fsync, rename, fsync of the directory.
+    Ours is a whole commit: state, manifest, every directory fsynced; the row of pins also finds what to pin. The
+    rival pickles the same traces by torch.save and makes that durable: fsync, rename, fsync of the directory.
     """
     monkeypatch.setattr(load, "SEGMENTS", SEGMENTS)
     life = Life(disk / "state")
@@ -49,8 +51,8 @@ def test_state(rows: Rows, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own.mkdir()
 
     def ours() -> Any:
-        snapshot = life.orchestrator.snapshot_state().snapshot()
-        report = asyncio.run(life.manager.save(Snapshot(next(steps), snapshot.state, ()), store=life.store))
+        state = life.orchestrator.snapshot_state().state()
+        report = asyncio.run(life.manager.save(Snapshot(next(steps), state, ()), store=life.store))
         assert report is not None
         return report.step
 
@@ -87,21 +89,33 @@ def test_state(rows: Rows, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pins(rows: Rows, disk: Path) -> None:
     """512 payload files, written and not yet synced: linked into a committed checkpoint, bytes and names durable.
 
-    Ours is a whole save with an empty state; the rival links and fsyncs file by file, then the directory.
+    Ours is a whole save with an empty state, and looks through a queue of encoded traces for what to pin; the
+    rival has a list, links and fsyncs file by file, then the directory.
     """
     life = Life(disk / "pins")
     steps = itertools.count(1)
     rows_of = np.random.default_rng(0).integers(0, 256, (1024, 64), np.uint8)
-    segments: list[Any] = []
+    segments: list[PayloadSegment] = []
+    queue: list[msgspec.Raw] = []
     own = disk / "links"
+
+    def queued(segment: PayloadSegment) -> msgspec.Raw:
+        columns = {name: segment for name in ("token_ids", "mask", "logprobs", "advantages", "temperatures")}
+        sample = StoredSample(1024, columns, [segment])
+        name, policy = segment.file, PolicySpan(0, 1)
+        trace = QueuedTrace(name, name, "math", "math-0", policy, 0, 0, 1024, 1.0, [sample])
+        return msgspec.Raw(msgspec.msgpack.encode(trace))
 
     def fill() -> None:
         made = life.store.write_many([{"x": rows_of}] * TRACES, version=0)
         segments[:] = [one["x"] for one in made if not isinstance(one, Exception)]
-        assert len(segments) == TRACES
+        queue[:] = map(queued, segments)
+        assert len(queue) == TRACES
 
     def ours() -> Any:
-        report = asyncio.run(life.manager.save(Snapshot(next(steps), {}, segments), store=life.store))
+        found = Cut(next(steps), {}, queue, []).snapshot()
+        snapshot = Snapshot(found.step, {}, found.segments, found.spills)
+        report = asyncio.run(life.manager.save(snapshot, store=life.store))
         assert report is not None and report.copied == 0
         return report
 

@@ -33,6 +33,8 @@ class Cut(NamedTuple):
                 work = item if isinstance(item, StoredEpisode) else _decode_trace(item)
                 segments += work.segments()
                 spills += work.spills()
-        return Snapshot(
-            self.step, {**self.parts, "queue": msgspec.msgpack.encode(self.queue)}, segments, spills
-        )
+        return Snapshot(self.step, self.state(), segments, spills)
+
+    def state(self) -> dict[str, bytes]:
+        """Its encoded parts, the queue among them."""
+        return {**self.parts, "queue": msgspec.msgpack.encode(self.queue)}
