@@ -65,11 +65,15 @@ fn claims_are_checked_before_anything_is_read() {
     ];
     for segment in bad {
         let text = format!("{segment:?}");
-        let error = bench
-            .one(request(vec![segment], 0, 10, DType::U16, &[2]))
-            .unwrap_err();
-        assert!(matches!(error.kind, Kind::Invalid(_)), "{text} {error}");
-        assert!(error.to_string().contains("segment 0"), "{error}");
+        // Alone, and after a good one with which it shares all but what is wrong.
+        let behind = vec![good.clone(), segment.clone()];
+        for (segments, named) in [(vec![segment], "segment 0"), (behind, "segment 1")] {
+            let error = bench
+                .one(request(segments, 0, 10, DType::U16, &[2]))
+                .unwrap_err();
+            assert!(matches!(error.kind, Kind::Invalid(_)), "{text} {error}");
+            assert!(error.to_string().contains(named), "{error}");
+        }
     }
     let huge = vec![u64::MAX, u64::MAX];
     for (lo, hi, shape) in [
